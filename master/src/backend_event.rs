@@ -17,6 +17,8 @@ pub(crate) enum BackendEvent {
     Explained(String),
     /// Where the launch runs, as far as the cluster says.
     Located(Location),
+    /// What the user should know of a launch; not why it ended.
+    Noted(String),
     /// The last lines of output of a launch that ended; `Ended` follows.
     OutputTail(String),
     /// The launch is scheduled and its program runs.

@@ -281,6 +281,7 @@ impl Master {
                         BackendEvent::Located(location) => {
                             Event::LaunchLocated { launch, location }
                         }
+                        BackendEvent::Noted(note) => Event::LaunchNoted { launch, note },
                         BackendEvent::OutputTail(lines) => Event::LaunchPrinted { launch, lines },
                         BackendEvent::Running => Event::LaunchRuns { launch },
                         BackendEvent::Waiting(wait) => Event::LaunchWaits { launch, wait },

@@ -313,7 +313,7 @@ async fn supervise(
     };
     if let Some(from) = from.filter(|_| !flags.change_reported.swap(true, Ordering::Relaxed)) {
         let text = format!("started from {from}, as {program} has changed since the job began");
-        notify(BackendEvent::Explained(text));
+        notify(BackendEvent::Noted(text));
     }
     let mut process = match launcher.spawn(launch, index) {
         Ok(child) => ChildGroup(child),
@@ -384,7 +384,7 @@ async fn watch_start(
         let is_due = !is_told && began.elapsed() >= HELLO_HINT;
         if is_due && !flags.hello_received.load(Ordering::Relaxed) {
             is_told = true;
-            notify(BackendEvent::Explained(format!(
+            notify(BackendEvent::Noted(format!(
                 "started {} s ago and has not joined the job yet: {} must call elasticdl::run() \
                  (Rust) or elasticdl.torch.join() (Python)",
                 HELLO_HINT.as_secs(),

@@ -60,6 +60,13 @@ pub enum Event {
         /// What removed the launch, and why.
         explanation: String,
     },
+    /// A launch that has not joined the job needs the user's attention.
+    LaunchNoted {
+        /// The launch.
+        launch: LaunchId,
+        /// What the user should know.
+        note: String,
+    },
     /// A launch is being terminated and its program still runs, so its worker can leave in order.
     /// [`Event::ProcessEnded`] follows.
     LaunchLeaves {

@@ -99,6 +99,10 @@ impl Job {
             Event::LaunchMade { launch, class } => {
                 self.workers.pod_mut(launch).for_each(|l| l.set_class(class.as_deref()));
             }
+            Event::LaunchNoted { launch, note } => {
+                let name = self.workers.name(launch, true);
+                self.log_event(format!("{name} was {}", clip(&note)));
+            }
             Event::LaunchPrinted { launch, lines } => {
                 if let Some(launch) = self.workers.get_launch_mut(launch) {
                     launch.set_printed(lines);

@@ -131,7 +131,7 @@ async fn a_program_that_never_sends_a_hello_is_reported_soon_and_started_again()
     let shell = Shell::new();
     let mut processes = shell.start("exec sleep 100000");
     tokio::time::pause();
-    let (launch, BackendEvent::Explained(text)) = processes.next().await else { panic!() };
+    let (launch, BackendEvent::Noted(text)) = processes.next().await else { panic!() };
     assert!(
         launch == LAUNCH && text.contains("has not joined the job yet: sh -c must call"),
         "{text}"
@@ -139,7 +139,7 @@ async fn a_program_that_never_sends_a_hello_is_reported_soon_and_started_again()
     processes.kill(LAUNCH);
     assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Signal(9)));
     processes.start(LaunchId(5), 3);
-    let (LaunchId(5), BackendEvent::Explained(_)) = processes.next().await else { panic!() };
+    let (LaunchId(5), BackendEvent::Noted(_)) = processes.next().await else { panic!() };
     processes.kill(LaunchId(5));
     assert_eq!(next_ended(&mut processes).await, (LaunchId(5), Exit::Signal(9)));
     // A process that is killed after its hello is started again.

@@ -148,7 +148,7 @@ impl Job {
             return self.count_failure(now, place, what, &[]);
         }
         // A program that ends in peace without joining does so every time, and so does one that
-        // refuses its arguments.
+        // refuses its arguments. A second worker confirms that it is not trouble of one slot.
         let node = place.as_ref().map_or("", |(_, node)| node);
         let why = match exit {
             Exit::Code(0) => Some(MUST_JOIN),
@@ -157,7 +157,8 @@ impl Job {
             _ => None,
         };
         let why = why.filter(|_| self.data.files().is_none() && self.lifecycle.is_running());
-        if let Some(why) = why {
+        let slot = place.as_ref().map(|&(slot, _)| slot);
+        if let Some(why) = why.filter(|_| self.speaks_for_all(slot, exit)) {
             let error = format!("{what} and never joined the job: {why}");
             self.reporting.note_failure(&error);
             let outcome = match exit {
@@ -167,6 +168,16 @@ impl Job {
             return self.end(now, outcome, Some(error));
         }
         self.count_failure(now, place, &format!("{what} and never joined the job"), &[]);
+    }
+
+    /// Whether a worker that exited before it joined shows what every other worker would do: none
+    /// has joined, and there is no other one, or the last one, of another slot, exited alike.
+    fn speaks_for_all(&mut self, slot: Option<u32>, exit: &Exit) -> bool {
+        let last = self.lifecycle.exited_unjoined.replace((slot, exit.clone()));
+        let is_confirmed = last.is_some_and(|(of, alike)| of != slot && alike == *exit);
+        let others = || self.workers.launches().map(|(_, l)| l).filter(|l| !l.is_killed());
+        let is_alone = || !others().any(|l| l.stays() && Some(l.slot()) != slot);
+        !others().any(Launch::has_registered) && (is_confirmed || is_alone())
     }
 
     /// Counts a kill from outside; fails the job if there are too many without progress.

@@ -24,7 +24,7 @@ use crate::job::job::Job;
 use crate::job::outbox::Timer;
 use crate::job::text::{clip, counted};
 use crate::job::time::Time;
-use crate::job::workers::state::Worker;
+use crate::job::workers::state::{Launch, Worker};
 use crate::job::workers::table::worker_of;
 
 impl Job {
@@ -254,8 +254,12 @@ impl Job {
         self.await_ends(now, outcome);
     }
 
-    /// Gives the processes of a job that is over time to end, of which programs have more.
+    /// Gives the processes of a job that is over time to end, of which programs have more. Workers
+    /// that were no members of a group have nothing to do after it.
     pub(super) fn await_ends(&mut self, now: Time, outcome: Outcome) {
+        if outcome == Outcome::Completed {
+            self.workers.idle_pods().into_iter().for_each(|launch| self.kill(launch));
+        }
         if self.workers.has_launches() {
             let limit = self.spec.policies.end_timeout.filter(|_| outcome == Outcome::Completed);
             self.lifecycle.awaits_programs_until = limit.map(|limit| now + limit);
@@ -268,9 +272,11 @@ impl Job {
     /// The processes that still run had time to end.
     pub(crate) fn on_end_due(&mut self, now: Time) {
         let waited = self.spec.policies.end_timeout.map(|limit| limit.as_secs_f64());
-        let running = counted(self.workers.pods().count() as u64, "program");
+        let is_awaited = |&pod: &LaunchId| !self.workers.any_of_pod(pod, Launch::is_killed);
+        let awaited = self.workers.pods().filter(is_awaited).count() as u64;
+        let running = counted(awaited, "program");
         match self.lifecycle.awaits_programs_until.take() {
-            Some(until) if until > now => {
+            Some(until) if until > now && awaited > 0 => {
                 let limit = waited.unwrap_or_default();
                 self.log_event(format!(
                     "the job is complete, and waits for {running} to end, for up to {limit} s \

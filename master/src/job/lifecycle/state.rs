@@ -9,6 +9,7 @@ use super::fatal_reports::FatalReports;
 use super::restart::{Budget, Restarts};
 use super::takeover_state::Takeover;
 use crate::job::action::Outcome;
+use crate::job::event::Exit;
 use crate::job::spec::JobSpec;
 use crate::job::time::Time;
 
@@ -48,6 +49,9 @@ pub(crate) struct Lifecycle {
     pub(super) awaits_programs_until: Option<Time>,
     /// The last step when a member ended by itself, without a report.
     pub(super) exited_at: Option<u64>,
+    /// Slot and exit of the last worker that ended in peace, or refused its arguments, and had
+    /// never joined.
+    pub(super) exited_unjoined: Option<(Option<u32>, Exit)>,
     /// Why the job fails, while its group stores its state before.
     pub(super) failing: Option<String>,
     /// See [`Job::masters`](crate::job::Job::masters).
@@ -105,6 +109,7 @@ impl Lifecycle {
             stop_reason: None,
             awaits_programs_until: None,
             exited_at: None,
+            exited_unjoined: None,
             failing: None,
             masters: 1,
             // As if the first generation were published: a master whose record is older than the

@@ -6,7 +6,8 @@ use elasticdl_proto::WorkerId;
 
 use super::super::*;
 use super::directed::{
-    actions, at, committed, deliver, finished, launch_at, leaves, membership, send, started,
+    actions, at, committed, connect, deliver, finished, formed, launch_at, leaves, membership,
+    send, started,
 };
 use crate::job::testing::spec;
 
@@ -170,6 +171,19 @@ fn programs_of_a_complete_job_have_time_to_end_and_what_becomes_of_them_is_told(
     job.handle_timeout(at(60_000));
     assert!(tells(&job, "killed 60 s after the job was complete (--end-timeout): 1 program"));
     assert!(ends(actions(&mut job)));
+    // A replacement that was no member of the group has nothing to do.
+    let mut job = started(JobSpec { policies: policies.clone(), ..spec() }, &[20]);
+    exit(&mut job, 3, Exit::Signal(9));
+    connect(&mut job, 4);
+    actions(&mut job);
+    deliver(&mut job, 1, formed(2, 5, &[]));
+    (1..=2).for_each(|worker| deliver(&mut job, worker, finished(2, 10, 7)));
+    let done = actions(&mut job);
+    let kills = |launch| done.contains(&Action::Kill { launch: LaunchId(launch) });
+    assert_eq!([1, 2, 4].map(kills), [false, false, true], "{done:?}");
+    job.handle_timeout(at(2000));
+    assert!(tells(&job, "waits for 2 programs to end"));
+    (1..=2).for_each(|launch| exit(&mut job, launch, Exit::Code(0)));
     // It does not wait for more than there is, nor without the option, nor when a user ends it.
     let mut job = complete(&policies);
     (2..=3).for_each(|launch| exit(&mut job, launch, Exit::Code(0)));

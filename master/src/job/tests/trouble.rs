@@ -294,6 +294,42 @@ fn a_program_that_ends_without_joining_is_told_what_to_do_and_started_once() {
 }
 
 #[test]
+fn a_worker_that_ends_without_joining_ends_the_job_alone_or_if_a_second_one_confirms_it() {
+    let policies = Policies { starts_together: true, ..Policies::default() };
+    let together = || Job::new(JobSpec { policies: policies.clone(), ..spec() });
+    for code in [0, 2] {
+        // The other slots may do better, and the second try of this one did not.
+        let mut job = together();
+        ended(&mut job, 1, Exit::Code(code));
+        ended(&mut job, 4, Exit::Code(code));
+        assert_eq!((error(&job), job.lifecycle.failures()), (None, 2), "{code}");
+        ended(&mut job, 2, Exit::Code(code));
+        let error_of_2 = error(&job).unwrap();
+        assert!(error_of_2.contains("worker 2 exited with code"), "{error_of_2}");
+        // Another end does not confirm it, nor is it trouble of the program when one has joined.
+        let mut job = together();
+        ended(&mut job, 1, Exit::Code(code));
+        ended(&mut job, 2, Exit::Code(2 - code));
+        assert_eq!((error(&job), job.lifecycle.failures()), (None, 2), "{code}");
+        let mut job = together();
+        connect(&mut job, 3);
+        (1..=2).for_each(|launch| ended(&mut job, launch, Exit::Code(code)));
+        assert_eq!((error(&job), job.lifecycle.failures()), (None, 2), "{code}");
+    }
+}
+
+#[test]
+fn a_note_about_a_slow_start_does_not_explain_a_kill() {
+    let mut job = started(spec(), &[20]);
+    let note = "started 15 s ago and has not joined the job yet".to_owned();
+    job.handle(at(0), Event::LaunchNoted { launch: LaunchId(3), note });
+    ended(&mut job, 3, Exit::Signal(9));
+    let events = job.status(at(0)).events.join("\n");
+    assert!(events.contains("worker 3 was started 15 s ago"), "{events}");
+    assert!(events.contains("worker 3 killed by SIGKILL (not counted"), "{events}");
+}
+
+#[test]
 fn a_busy_launch_may_take_longer_to_join() {
     let mut job = Job::new(spec());
     actions(&mut job);

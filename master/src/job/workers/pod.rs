@@ -13,7 +13,7 @@ use std::ops::RangeInclusive;
 
 use elasticdl_proto::WorkerId;
 
-use super::state::Launch;
+use super::state::{Launch, LaunchState};
 use super::table::{WorkerTable, worker_of};
 use crate::job::event::LaunchId;
 
@@ -69,6 +69,20 @@ impl WorkerTable {
     /// Whether `is` holds for any launch of this launch's pod.
     pub(crate) fn any_of_pod(&self, launch: LaunchId, is: impl Fn(&Launch) -> bool) -> bool {
         self.launches.range(self.pod_of(launch).launches()).any(|(_, l)| is(l))
+    }
+
+    /// The first launch of each pod without a worker that is or was a member of a group, as far as
+    /// this master knows.
+    pub(crate) fn idle_pods(&self) -> Vec<LaunchId> {
+        let may_have_worked = |launch: &Launch| match &launch.state {
+            LaunchState::Starting => false,
+            LaunchState::Connected(worker) => worker.is_member() || worker.joined().is_some(),
+            LaunchState::Disconnected(d) | LaunchState::Unconfirmed(d) => {
+                d.rank.is_some() || d.joined.is_some() || d.last_known.is_none()
+            }
+            LaunchState::Forgotten => true,
+        };
+        self.pods().filter(|&pod| !self.any_of_pod(pod, may_have_worked)).collect()
     }
 
     /// Whether any worker of this launch's pod is connected.
