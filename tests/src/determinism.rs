@@ -53,13 +53,6 @@ impl DeterminismCase {
         },
     ];
 
-    /// Cases whose model is evaluated after each step: one worker, and seven of which one after the
-    /// other is killed.
-    pub const CURVES: &[Self] = &[
-        Self { name: "1 worker, evaluated", run: |setup| setup.evaluated(1, 0) },
-        Self { name: "7 workers, evaluated and killed", run: |setup| setup.evaluated(7, 5) },
-    ];
-
     /// The cases of transports; they need root and iproute2.
     pub const TRANSPORTS: &[Self] = &[
         Self { name: "TCP", run: |setup| setup.on_hosts(3, 3, &[]) },
@@ -189,21 +182,6 @@ impl Setup {
         let ended = job.wait();
         assert!(ended.summary().workers.restarts >= 3, "{:?}", ended.summary().workers);
         ended
-    }
-
-    fn evaluated(&self, workers: u32, kills: u32) -> Ended {
-        let fixture = self.fixture(workers, if kills > 0 { LONG } else { 0 });
-        let command = self.command(&fixture).option("validation-data", fixture.data());
-        let mut job = command.option("evaluate-every", "1").start().keeping(fixture.folder);
-        let mut rng = ChaCha8Rng::seed_from_u64(SEED);
-        for _ in 0..kills {
-            job.wait_for_work_of(workers as usize);
-            let (worker, pid) = job.any_worker(&mut rng).expect("workers are there");
-            send(pid, Signal::KILL);
-            job.wait_for_members_without(workers as usize, &[worker]);
-        }
-        job.hurry();
-        job.wait()
     }
 
     fn joins(&self) -> Ended {

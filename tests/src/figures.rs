@@ -36,6 +36,31 @@ pub fn quantile(values: &mut [f64], part: f64) -> f64 {
     values.get(rank.saturating_sub(1)).copied().unwrap_or(0.0)
 }
 
+/// Area under the curve of true by false positives: the probability that a click has a higher score
+/// than another record, where equal scores count half. Mann, Whitney, Ann. Math. Stat. 18 (1947).
+#[must_use]
+pub fn auc(scores: &mut [(f32, bool)]) -> f64 {
+    scores.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+    let clicks = scores.iter().filter(|(_, is_click)| *is_click).count() as f64;
+    let (mut below, mut pairs) = (0.0, 0.0);
+    for equal in scores.chunk_by(|(a, _), (b, _)| a == b) {
+        let clicks = equal.iter().filter(|(_, is_click)| *is_click).count() as f64;
+        let others = equal.len() as f64 - clicks;
+        pairs += clicks * (below + others / 2.0);
+        below += others;
+    }
+    pairs / (clicks * below)
+}
+
+/// Jain's fairness index: 1 if all values are equal, 1/n if one of n has everything; 0 if no value
+/// is above 0.
+#[must_use]
+pub fn jain(values: &[usize]) -> f64 {
+    let sum: f64 = values.iter().map(|&value| value as f64).sum();
+    let squares: f64 = values.iter().map(|&value| (value * value) as f64).sum();
+    if squares > 0.0 { sum * sum / (values.len() as f64 * squares) } else { 0.0 }
+}
+
 /// Prints a line of a benchmark's result.
 #[expect(clippy::print_stdout, reason = "the benchmark's result")]
 pub fn print(text: &str) {
@@ -55,5 +80,24 @@ mod tests {
             [of(20, 0.99), of(100, 0.99), of(100, 1.0), of(9, 0.0), of(0, 0.5)],
             [20.0, 99.0, 100.0, 1.0, 0.0]
         );
+    }
+
+    #[test]
+    fn jains_index_is_1_for_equal_shares_and_1_of_n_for_a_single_owner() {
+        assert!((jain(&[20; 20]) - 1.0).abs() < 1e-9);
+        assert!((jain(&[8, 0, 0, 0]) - 0.25).abs() < 1e-9);
+        assert!((jain(&[1, 3]) - 0.8).abs() < 1e-9);
+        assert_eq!((jain(&[0, 0]), jain(&[])), (0.0, 0.0));
+    }
+
+    #[test]
+    fn auc_is_the_share_of_pairs_in_order() {
+        let of = |scores: &[(f32, bool)]| auc(&mut scores.to_vec());
+        assert_eq!(of(&[(0.9, true), (0.1, false), (0.8, true)]), 1.0);
+        assert_eq!(of(&[(0.1, true), (0.9, false)]), 0.0);
+        assert_eq!(of(&[(0.5, true), (0.5, false), (0.5, false)]), 0.5);
+        // Of six pairs, four are in order and one has equal scores.
+        let mixed = [(0.2, false), (0.7, true), (0.7, false), (0.9, false), (0.95, true)];
+        assert_eq!(of(&mixed), (4.0 + 0.5) / 6.0);
     }
 }

@@ -17,7 +17,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use elasticdl_master::limits::WORKERS_MAX;
-use elasticdl_tests::{Curve, Plot};
+use elasticdl_tests::print;
 use serde_json::json;
 
 /// Why there is no result.
@@ -42,9 +42,6 @@ struct Arguments {
     /// Also write the result to this file
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Also plot the time of a change in the core over the number of workers (SVG)
-    #[arg(long, value_name = "FILE")]
-    plot: Option<PathBuf>,
 }
 
 fn main() -> ExitCode {
@@ -74,17 +71,6 @@ fn measure(arguments: &Arguments) -> Result<(), Fault> {
         .to_vec();
     for (workers, ms) in &changes_ms {
         print(&format!("core: {ms:.3} ms p50 for a change of membership among {workers} workers"));
-    }
-    if let Some(path) = &arguments.plot {
-        let points = changes_ms.iter().map(|(workers, ms)| (f64::from(*workers), *ms)).collect();
-        let curve = Curve { points, color: "#1f77b4", width: 2.0, dashes: None };
-        let plot = Plot {
-            title: "milliseconds of the core until all others are told that a worker leaves".into(),
-            end: "10000 workers".into(),
-            decimals: 1,
-            curves: vec![curve],
-        };
-        std::fs::write(path, plot.to_svg())?;
     }
     let wire::Measured { shards_per_s, mut published_ms, worker_bytes } =
         wire::measure(wire::Load { workers, shards, operations, changes })?;
@@ -124,8 +110,3 @@ fn median(mut values: Vec<f64>) -> f64 {
 /// Sizes of the group for which the core is measured.
 const CORE_WORKERS: [u32; 5] = [100, 300, 1000, 3000, 10_000];
 const CORE_CHANGES: u32 = 25;
-
-#[expect(clippy::print_stdout, reason = "the benchmark's result")]
-fn print(text: &str) {
-    println!("{text}");
-}

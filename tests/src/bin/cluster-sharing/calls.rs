@@ -50,29 +50,3 @@ fn most_within(times: &[i64], ms: i64) -> usize {
         |(begin, &first): (usize, &i64)| times[begin..].partition_point(|&time| time < first + ms);
     times.iter().enumerate().map(within).max().unwrap_or_default()
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_busiest_time_may_begin_at_any_call() {
-        assert_eq!(most_within(&[0, 900, 1000, 1100, 1800, 5000], 1000), 4);
-        assert_eq!(most_within(&[], 1000), 0);
-    }
-
-    #[test]
-    fn calls_are_counted_per_second_and_by_kind() {
-        let call = |second: u32, verb: &str| Call {
-            home: "n".into(),
-            verb: verb.into(),
-            resource: "pods".into(),
-            namespace: "n".into(),
-            allowed: true,
-            at: format!("2026-01-01T00:00:{second:02}.500000Z"),
-        };
-        let counted = count(&[call(0, "create"), call(0, "list"), call(20, "create")]);
-        let kinds = [("create pods".to_owned(), 2), ("list pods".to_owned(), 1)].into();
-        assert_eq!(counted, Calls { count: 3, per_s: 0.15, per_s_10: 0.2, peak: 2, kinds });
-    }
-}

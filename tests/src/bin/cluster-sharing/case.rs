@@ -2,14 +2,13 @@
 
 use std::process::Command;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use elasticdl_tests::cluster::{Namespace, must};
 use elasticdl_tests::print;
 use tokio::runtime::Handle;
 
-use crate::figures::{Figures, Sample};
+use crate::figures::Figures;
 use crate::group::RECORDS_PER_RANK;
 use crate::kubelet::Nodes;
 use crate::nodes;
@@ -132,23 +131,15 @@ impl Case<'_> {
         }
         let taken_before = self.cluster.nodes.observed().workers_taken;
         let begin = Instant::now();
-        let is_over = AtomicBool::new(false);
-        let (submitted, service_back, samples) = std::thread::scope(|scope| {
-            let sampler = scope.spawn(|| self.sample(begin, &is_over));
-            let ran = self.submit_all(begin).and_then(|submitted| {
-                std::thread::sleep(self.options.settle);
-                let Some(service) = service else { return Ok((submitted, None)) };
-                let (service, _) = self.scale(service, low)?;
-                std::thread::sleep(self.options.settle);
-                let (_, back) = self.scale(service, high)?;
-                std::thread::sleep(self.options.settle);
-                Ok((submitted, back))
-            });
-            is_over.store(true, Ordering::Relaxed);
-            let samples = sampler.join().map_err(|_| "the sampler failed")?;
-            let (submitted, back) = ran?;
-            Ok::<_, Fault>((submitted, back, samples))
-        })?;
+        let submitted = self.submit_all(begin)?;
+        std::thread::sleep(self.options.settle);
+        let mut service_back_s = None;
+        if let Some(service) = service {
+            let (service, _) = self.scale(service, low)?;
+            std::thread::sleep(self.options.settle);
+            service_back_s = self.scale(service, high)?.1;
+            std::thread::sleep(self.options.settle);
+        }
         let seconds = begin.elapsed().as_secs_f64();
         let observed = self.cluster.nodes.observed();
         let workers_end =
@@ -167,11 +158,10 @@ impl Case<'_> {
             pending_s,
             workers_end,
             workers_taken,
-            service_back_s: service_back,
+            service_back_s,
             has_service: with_service,
             records_lost,
             calls,
-            samples,
         })
     }
 
@@ -214,24 +204,6 @@ impl Case<'_> {
             std::thread::sleep(SCALE_POLL);
         }
         Ok((service, Some(begin.elapsed().as_secs_f64())))
-    }
-
-    /// Takes a sample each second.
-    fn sample(&self, begin: Instant, is_over: &AtomicBool) -> Vec<Sample> {
-        let mut samples = Vec::new();
-        while !is_over.load(Ordering::Relaxed) {
-            let observed = self.cluster.nodes.observed();
-            let workers: Vec<_> = self.jobs.iter().map(|job| observed.workers(job)).collect();
-            samples.push(Sample {
-                at_s: begin.elapsed().as_secs_f64(),
-                service: observed.service().running,
-                pending: workers.iter().map(|counts| counts.pending).sum(),
-                workers: workers.iter().map(|counts| counts.running).collect(),
-            });
-            drop(observed);
-            std::thread::sleep(SAMPLE_INTERVAL);
-        }
-        samples
     }
 
     /// Stops all jobs, a few at a time, as each stop and each look at a summary is a process of
@@ -277,7 +249,6 @@ impl Case<'_> {
 pub(crate) const WORKER_CPUS: u32 = 5;
 /// The workers without which a job does not train.
 pub(crate) const MIN_WORKERS: usize = 2;
-const SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
 const POLL: Duration = Duration::from_millis(500);
 const SCALE_POLL: Duration = Duration::from_millis(20);
 const SCALE_TIMEOUT: Duration = Duration::from_secs(180);

@@ -83,9 +83,6 @@ struct Options {
     /// and a namespace with a quota
     #[arg(long, conflicts_with_all = ["cases", "two_jobs"])]
     mixed: bool,
-    /// Write plots (SVG) to this folder
-    #[arg(long, value_name = "FOLDER")]
-    plot: Option<PathBuf>,
     /// Also write the result to this file
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -199,9 +196,6 @@ fn run(options: &Options, cluster: &Cluster) -> Result<(), Fault> {
     for &number in options.cases.iter().filter(|_| options.has_cases()) {
         let figures = cluster.run(options, number)?;
         figures.print(number);
-        if let Some(folder) = &options.plot {
-            figures.plot(number, folder)?;
-        }
         result.insert(format!("case{number}"), figures.to_json());
     }
     let result = Value::Object(result);

@@ -191,17 +191,3 @@ pub(crate) const NODES: u32 = 133;
 const CPUS: u32 = 2348;
 const PLACEHOLDERS: u32 = 101;
 const LABEL: &str = "elasticdl-tests/sharing";
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_cluster_is_that_of_the_experiments() {
-        let nodes = Nodes::Edl(NODES);
-        assert_eq!((nodes.cpus(), nodes.cpus_taken()), (2348, 50.5));
-        assert!((0..NODES).all(|node| (17..=18).contains(&nodes.cpus_of(node))));
-        assert!((0..NODES).all(|node| nodes.placeholders_of(node) <= 1));
-        assert_eq!((nodes.capacity(5), Nodes::Small.capacity(4)), (399, 6));
-    }
-}

@@ -5,14 +5,10 @@
 //! prints the digest of the final parameters and optimizer state of each. It fails if they differ.
 //! For comparison, it trains without the option, too.
 //!
-//! With `--curve FILE`, it also trains at one worker, and at seven that are killed one after the
-//! other, and draws the loss of both on the validation data, step by step.
-//!
 //! `--cost 4194304` measures how much longer a step and its all-reduce take.
 //!
 //! This program is at once the benchmark, the `elasticdl` command and the job's worker.
 
-mod curve;
 mod model;
 
 use std::collections::BTreeSet;
@@ -26,9 +22,6 @@ use elasticdl_tests::{DeterminismCase, Network, Programs, print, quantile, run_b
 /// Compare the results of one job at different numbers of workers, under faults.
 #[derive(Debug, Parser)]
 struct Arguments {
-    /// Write the loss of 1 and of 7 workers, step by step, to this SVG file.
-    #[arg(long)]
-    curve: Option<PathBuf>,
     /// Instead, compare the speed with and without the option: two workers, this many parameters,
     /// and a model that computes next to nothing.
     #[arg(long, value_name = "PARAMETERS")]
@@ -116,8 +109,5 @@ fn compare(programs: Programs, arguments: &Arguments) -> Result<(), Box<dyn Erro
     if distinct.len() != 1 {
         return Err("the digests differ".into());
     }
-    match &arguments.curve {
-        Some(file) if !curve::draw(programs, file)? => Err("the losses differ".into()),
-        _ => Ok(()),
-    }
+    Ok(())
 }

@@ -7,8 +7,8 @@ use std::time::Duration;
 use clap::Parser;
 use elasticdl::readers::FixedRecords;
 use elasticdl::{
-    AdamW, BatchRows, Gradients, Ids, Loss, Metrics, Model, NamedTensor, RowOptimizer, Table,
-    TableModel, UpdateRule, UserError,
+    AdamW, BatchRows, Gradients, Ids, Loss, Model, NamedTensor, RowOptimizer, Table, TableModel,
+    UpdateRule, UserError,
 };
 use elasticdl_tests::{counting_reader, numbers};
 
@@ -53,13 +53,13 @@ impl Mlp {
     }
 
     /// Adds the gradient of one record's loss. Returns the loss. `dropout`: seed of the units that
-    /// are dropped; `None` for none.
+    /// are dropped.
     fn learn(
         parameters: &[f32],
         Example { record, rows: places }: &Example,
-        dropout: Option<u64>,
+        dropout: u64,
         mut rows: Option<&mut BatchRows>,
-        mut gradient: Option<&mut [f32]>,
+        gradient: &mut [f32],
     ) -> f64 {
         let row = mix(*record) as usize % ROWS * WIDTH;
         let mut input: [f32; WIDTH] = std::array::from_fn(|i| parameters[row + i]);
@@ -68,8 +68,7 @@ impl Mlp {
         }
         let layer = &parameters[ROWS * WIDTH..][..UNITS * WIDTH + UNITS];
         let (weights, outputs) = layer.split_at(UNITS * WIDTH);
-        let is_kept =
-            |unit: usize| dropout.is_none_or(|seed| !mix(seed ^ unit as u64).is_multiple_of(10));
+        let is_kept = |unit: usize| !mix(dropout ^ unit as u64).is_multiple_of(10);
         let mut hidden = [0.0; UNITS];
         for (unit, hidden) in hidden.iter_mut().enumerate().filter(|(unit, _)| is_kept(*unit)) {
             let weights = &weights[unit * WIDTH..][..WIDTH];
@@ -78,25 +77,23 @@ impl Mlp {
         }
         let prediction: f32 = hidden.iter().zip(outputs).map(|(h, w)| h * w).sum();
         let error = prediction - (*record as f32 * 0.37).sin();
-        if let Some(gradient) = &mut gradient {
-            let mut of_input = [0.0; WIDTH];
-            for unit in 0..UNITS {
-                let slope = error * outputs[unit] * (1.0 - hidden[unit] * hidden[unit]);
-                gradient[ROWS * WIDTH + UNITS * WIDTH + unit] += error * hidden[unit];
-                if !is_kept(unit) {
-                    continue;
-                }
-                for i in 0..WIDTH {
-                    let weight = unit * WIDTH + i;
-                    gradient[ROWS * WIDTH + weight] += slope * input[i];
-                    of_input[i] += slope * weights[weight];
-                }
+        let mut of_input = [0.0; WIDTH];
+        for unit in 0..UNITS {
+            let slope = error * outputs[unit] * (1.0 - hidden[unit] * hidden[unit]);
+            gradient[ROWS * WIDTH + UNITS * WIDTH + unit] += error * hidden[unit];
+            if !is_kept(unit) {
+                continue;
             }
-            gradient[row..row + WIDTH].iter_mut().zip(of_input).for_each(|(sum, g)| *sum += g);
-            if let Some(rows) = &mut rows {
-                for (table, at) in places.iter().enumerate() {
-                    rows.add_gradient(table, &[*at], 1.0, &of_input);
-                }
+            for i in 0..WIDTH {
+                let weight = unit * WIDTH + i;
+                gradient[ROWS * WIDTH + weight] += slope * input[i];
+                of_input[i] += slope * weights[weight];
+            }
+        }
+        gradient[row..row + WIDTH].iter_mut().zip(of_input).for_each(|(sum, g)| *sum += g);
+        if let Some(rows) = &mut rows {
+            for (table, at) in places.iter().enumerate() {
+                rows.add_gradient(table, &[*at], 1.0, &of_input);
             }
         }
         f64::from(error * error) / 2.0
@@ -141,7 +138,7 @@ impl Model for Mlp {
         self.delay(batch.len());
         let mut loss = 0.0;
         for (index, example) in batch.iter().enumerate() {
-            let dropout = Some(gradients.record_key(index));
+            let dropout = gradients.record_key(index);
             let (rows, sum) = match self.tables {
                 true => {
                     let (rows, sum) = gradients.rows_and_sum();
@@ -149,28 +146,13 @@ impl Model for Mlp {
                 }
                 false => (None, gradients.sum()),
             };
-            loss += Self::learn(parameters, example, dropout, rows, Some(sum));
+            loss += Self::learn(parameters, example, dropout, rows, sum);
         }
         Ok(Loss::Sum(loss))
     }
 
     fn optimizer(&self) -> impl UpdateRule {
         AdamW::new(3e-3)
-    }
-
-    fn evaluate(
-        &mut self,
-        parameters: &[f32],
-        batch: Vec<Example>,
-        metrics: &mut Metrics<'_>,
-    ) -> Result<(), UserError> {
-        let mut sum = 0.0;
-        for example in &batch {
-            let rows = self.tables.then(|| metrics.rows());
-            sum += Self::learn(parameters, example, None, rows, None);
-        }
-        metrics.add_sum("loss", sum);
-        Ok(())
     }
 }
 

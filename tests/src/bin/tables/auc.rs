@@ -3,7 +3,7 @@
 
 use std::error::Error;
 
-use elasticdl_tests::Command;
+use elasticdl_tests::{Command, auc};
 use serde_json::{Value, json};
 
 use crate::speed::ctr;
@@ -54,36 +54,5 @@ pub(crate) fn measure(arguments: &Arguments) -> Result<Value, Box<dyn Error>> {
     }))
 }
 
-/// Area under the curve of true by false positives: the probability that a click has a higher score
-/// than another record, where equal scores count half. Mann, Whitney, Ann. Math. Stat. 18 (1947).
-fn auc(scores: &mut [(f32, bool)]) -> f64 {
-    scores.sort_by(|(a, _), (b, _)| a.total_cmp(b));
-    let clicks = scores.iter().filter(|(_, is_click)| *is_click).count() as f64;
-    let (mut below, mut pairs) = (0.0, 0.0);
-    for equal in scores.chunk_by(|(a, _), (b, _)| a == b) {
-        let clicks = equal.iter().filter(|(_, is_click)| *is_click).count() as f64;
-        let others = equal.len() as f64 - clicks;
-        pairs += clicks * (below + others / 2.0);
-        below += others;
-    }
-    pairs / (clicks * below)
-}
-
 /// Records after those of the training.
 const TEST_RECORDS: u64 = 200_000;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn auc_is_the_share_of_pairs_in_order() {
-        let of = |scores: &[(f32, bool)]| auc(&mut scores.to_vec());
-        assert_eq!(of(&[(0.9, true), (0.1, false), (0.8, true)]), 1.0);
-        assert_eq!(of(&[(0.1, true), (0.9, false)]), 0.0);
-        assert_eq!(of(&[(0.5, true), (0.5, false), (0.5, false)]), 0.5);
-        // Of six pairs, four are in order and one has equal scores.
-        let mixed = [(0.2, false), (0.7, true), (0.7, false), (0.9, false), (0.95, true)];
-        assert_eq!(of(&mixed), (4.0 + 0.5) / 6.0);
-    }
-}
