@@ -12,7 +12,11 @@ use std::fmt;
 use std::io::{self, Read as _, Write as _};
 
 use bytes::{Buf as _, Bytes, buf::Reader};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use xxhash_rust::xxh3::Xxh3Default;
+
+use crate::limits::{DATASET_FILES_MAX, DATASET_RECORDS_MAX, PATH_BYTES_MAX};
 
 /// The files of a data set, in order, with their record counts. Clones share the packed bytes.
 #[derive(Clone)]
@@ -45,6 +49,12 @@ pub struct FileLimits {
     pub path_bytes: usize,
     /// Most records of all files.
     pub records: u64,
+}
+
+impl FileLimits {
+    /// The limits on the data set of a job.
+    pub(crate) const DATASET: Self =
+        Self { files: DATASET_FILES_MAX, path_bytes: PATH_BYTES_MAX, records: DATASET_RECORDS_MAX };
 }
 
 /// Why a list is invalid.
@@ -124,6 +134,21 @@ impl FileList {
     #[must_use]
     pub fn iter(&self) -> Files {
         Files::new(self.packed.clone()).expect("the list was read before")
+    }
+}
+
+/// In its packed form.
+impl Serialize for FileList {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.packed[..].serialize(serializer)
+    }
+}
+
+/// A list within [`FileLimits::DATASET`].
+impl<'de> Deserialize<'de> for FileList {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let packed = Vec::deserialize(deserializer)?;
+        Self::unpack(packed.into(), FileLimits::DATASET).map_err(D::Error::custom)
     }
 }
 
