@@ -1,19 +1,18 @@
 //! Tables as comma-separated values.
 
 use std::io::{Read, Seek, SeekFrom};
-use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ::csv::{ByteRecord, Position, ReaderBuilder};
 
-use super::columns::{Column, Columns, Found, Kind, Source, column_methods, number_as_class};
+use super::columns::{Column, Columns, Found, Kind, Source, number_as_class};
 use super::files;
 use super::packed::TextFile;
 use super::row::{Row, Value};
-use super::text_table::{self, Format, ROW_BYTES_MAX, Rows, TextTables};
-use crate::reader::{Access, DataError, Dataset, File, ReadOptions, Reader};
+use super::text_table::{self, Format, ROW_BYTES_MAX, Rows, TextTables, text_reader};
+use crate::reader::DataError;
 
 /// Reads rows of CSV files whose first line names the columns.
 ///
@@ -39,9 +38,7 @@ use crate::reader::{Access, DataError, Dataset, File, ReadOptions, Reader};
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct CsvRows {
-    columns: Columns,
-    dialect: Dialect,
-    tables: TextTables,
+    tables: TextTables<Dialect>,
 }
 
 #[derive(Clone, Debug)]
@@ -58,68 +55,25 @@ impl Default for Dialect {
     }
 }
 
+text_reader!(CsvRows);
+
 impl CsvRows {
-    /// Creates a reader without columns; add the required ones.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    column_methods!(columns);
-
     /// The first line is a row, too. The names of the columns are their numbers, from `0`.
     pub fn headerless(mut self) -> Self {
-        self.dialect.is_headerless = true;
+        self.tables.format.is_headerless = true;
         self
     }
 
     /// Fields are separated by this character, for example `b';'` or `b'\t'`, in place of a comma.
     pub fn separator(mut self, separator: u8) -> Self {
-        self.dialect.separator = separator;
+        self.tables.format.separator = separator;
         self
     }
 
     /// Fields with one of these texts are nulls, too, for example `NA`; in columns of text as well.
     pub fn null_texts(mut self, texts: &[&str]) -> Self {
-        self.dialect.nulls = texts.iter().map(|&text| text.to_owned()).collect();
+        self.tables.format.nulls = texts.iter().map(|&text| text.to_owned()).collect();
         self
-    }
-
-    /// Limits the memory that a worker uses for compressed files, which it holds compressed.
-    /// Default: 1 GiB for all files together. Data that exceeds it is refused.
-    pub fn compressed_bytes_max(mut self, bytes: u64) -> Self {
-        self.tables.packed_bytes_max = bytes;
-        self
-    }
-}
-
-impl Reader for CsvRows {
-    type Record = Row;
-
-    fn configure(&mut self, options: ReadOptions) -> Result<(), DataError> {
-        self.columns.configure(options);
-        Ok(())
-    }
-
-    fn describe(&mut self, source: &str) -> Result<Dataset, DataError> {
-        self.tables.describe(&self.dialect, &self.columns, source)
-    }
-
-    fn access(&self, dataset: &Dataset) -> Access {
-        text_table::access(dataset)
-    }
-
-    fn read_ahead(&mut self, file: &File, range: Range<u64>) {
-        self.tables.read_ahead(file, range);
-    }
-
-    fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Row>, DataError> {
-        self.tables.read(&self.dialect, &self.columns, file, std::iter::once(range))
-    }
-
-    fn read_records(&mut self, file: &File, records: &[u64]) -> Result<Vec<Row>, DataError> {
-        let runs = records.chunk_by(|before, record| before + 1 == *record);
-        let runs = runs.map(|run| run[0]..run[0] + run.len() as u64);
-        self.tables.read(&self.dialect, &self.columns, file, runs)
     }
 }
 

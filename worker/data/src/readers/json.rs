@@ -1,18 +1,15 @@
 //! Tables as JSON objects, one in each line.
 
 use std::io::{BufRead, BufReader, Read as _, Seek as _, SeekFrom};
-use std::ops::Range;
 
 use serde_json::{Map, Value as Json};
 
-use super::columns::{
-    Column, Columns, Found, Kind, Source, column_methods, list_method, number_as_class,
-};
+use super::columns::{Column, Columns, Found, Kind, Source, list_method, number_as_class};
 use super::files;
 use super::packed::TextFile;
 use super::row::{Row, Value};
-use super::text_table::{self, Format, ROW_BYTES_MAX, Rows, TextTables};
-use crate::reader::{Access, DataError, Dataset, File, ReadOptions, Reader};
+use super::text_table::{self, Format, ROW_BYTES_MAX, Rows, TextTables, text_reader};
+use crate::reader::DataError;
 
 /// Reads rows of JSON lines: each line is an object, whose keys are the columns.
 ///
@@ -31,58 +28,16 @@ use crate::reader::{Access, DataError, Dataset, File, ReadOptions, Reader};
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct JsonRows {
-    columns: Columns,
-    tables: TextTables,
+    tables: TextTables<JsonLines>,
 }
+
+text_reader!(JsonRows);
 
 impl JsonRows {
-    /// Creates a reader without columns; add the required ones.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    column_methods!(columns);
-    list_method!(columns);
-
-    /// Limits the memory that a worker uses for compressed files, which it holds compressed.
-    /// Default: 1 GiB for all files together. Data that exceeds it is refused.
-    pub fn compressed_bytes_max(mut self, bytes: u64) -> Self {
-        self.tables.packed_bytes_max = bytes;
-        self
-    }
+    list_method!(tables.columns);
 }
 
-impl Reader for JsonRows {
-    type Record = Row;
-
-    fn configure(&mut self, options: ReadOptions) -> Result<(), DataError> {
-        self.columns.configure(options);
-        Ok(())
-    }
-
-    fn describe(&mut self, source: &str) -> Result<Dataset, DataError> {
-        self.tables.describe(&JsonLines, &self.columns, source)
-    }
-
-    fn access(&self, dataset: &Dataset) -> Access {
-        text_table::access(dataset)
-    }
-
-    fn read_ahead(&mut self, file: &File, range: Range<u64>) {
-        self.tables.read_ahead(file, range);
-    }
-
-    fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Row>, DataError> {
-        self.tables.read(&JsonLines, &self.columns, file, std::iter::once(range))
-    }
-
-    fn read_records(&mut self, file: &File, records: &[u64]) -> Result<Vec<Row>, DataError> {
-        let runs = records.chunk_by(|before, record| before + 1 == *record);
-        let runs = runs.map(|run| run[0]..run[0] + run.len() as u64);
-        self.tables.read(&JsonLines, &self.columns, file, runs)
-    }
-}
-
+#[derive(Clone, Debug, Default)]
 struct JsonLines;
 
 impl Format for JsonLines {

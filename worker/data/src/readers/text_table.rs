@@ -46,11 +46,14 @@ pub(super) trait Rows {
     fn row(&self) -> Result<Option<Row>, String>;
 }
 
-/// The files of a data set that were opened.
+/// Reads tables in text files.
 #[derive(Clone, Debug)]
-pub(super) struct TextTables {
+pub(super) struct TextTables<F> {
+    pub(super) format: F,
+    pub(super) columns: Columns,
     /// Limit of the memory for compressed files.
     pub(super) packed_bytes_max: u64,
+    /// Those that were opened.
     indices: BTreeMap<String, Index>,
 }
 
@@ -66,29 +69,25 @@ struct Index {
     starts: Vec<u64>,
 }
 
-impl Default for TextTables {
+impl<F: Default> Default for TextTables<F> {
     fn default() -> Self {
-        Self { packed_bytes_max: PACKED_BYTES_MAX, indices: BTreeMap::new() }
+        let (format, columns, indices) = Default::default();
+        Self { format, columns, packed_bytes_max: PACKED_BYTES_MAX, indices }
     }
 }
 
-impl TextTables {
-    pub(super) fn describe(
-        &mut self,
-        format: &impl Format,
-        columns: &Columns,
-        source: &str,
-    ) -> Result<Dataset, DataError> {
+impl<F: Format> TextTables<F> {
+    pub(super) fn describe(&mut self, source: &str) -> Result<Dataset, DataError> {
         let mut dataset = Dataset::default();
-        let mut log = SkippedLog::new(columns.bad_records_max());
-        let listed = files::list_tables(source, &format.extensions())?;
+        let mut log = SkippedLog::new(self.columns.bad_records_max());
+        let listed = files::list_tables(source, &self.format.extensions())?;
         for path in &listed.paths {
-            let index = self.scan(format, columns, path, Some(&mut log))?;
+            let index = self.scan(path, Some(&mut log))?;
             let text = files::text(path)?;
             let records = index.kept.count();
             if records > 0 {
                 let mut version = files::version(&[path])?;
-                if columns.skips() {
+                if self.columns.skips() {
                     version = files::version_without(version, &index.kept);
                 }
                 let version = Some(version);
@@ -98,7 +97,7 @@ impl TextTables {
         }
         dataset.skipped = log.into_skipped();
         listed.note_others(&mut dataset.skipped);
-        files::not_empty(source, dataset, format.no_row())
+        files::not_empty(source, dataset, self.format.no_row())
     }
 
     pub(super) fn read_ahead(&self, file: &File, range: Range<u64>) {
@@ -115,13 +114,11 @@ impl TextTables {
     /// Reads these runs of rows, in ascending order.
     pub(super) fn read(
         &mut self,
-        format: &impl Format,
-        columns: &Columns,
         file: &File,
         runs: impl Iterator<Item = Range<u64>>,
     ) -> Result<Vec<Row>, DataError> {
-        self.index(format, columns, file)?;
-        let index = &self.indices[&file.path];
+        self.index(file)?;
+        let (index, columns) = (&self.indices[&file.path], &self.columns);
         let path = index.text.path();
         let fewer = |rows: u64| changed(path, &format!("{rows} rows where {} were", file.records));
         let (mut rows, mut at, mut records) = (None, 0, Vec::new());
@@ -132,7 +129,7 @@ impl TextTables {
             let is_open = rows.is_some();
             let rows = match &mut rows {
                 Some(open) => open,
-                None => rows.insert(format.open(&index.text, columns)?),
+                None => rows.insert(self.format.open(&index.text, columns)?),
             };
             // Within a stride, skipping rows is cheaper than seeking.
             if !is_open || run.start < at || run.start / STRIDE > at / STRIDE {
@@ -159,20 +156,15 @@ impl TextTables {
     }
 
     /// Indexes the file, unless it is indexed, and checks that it is still the same.
-    fn index(
-        &mut self,
-        format: &impl Format,
-        columns: &Columns,
-        file: &File,
-    ) -> Result<(), DataError> {
+    fn index(&mut self, file: &File) -> Result<(), DataError> {
         let path = Path::new(&file.path);
-        files::check_table(file, &[path], columns.skips())?;
+        files::check_table(file, &[path], self.columns.skips())?;
         if !self.indices.contains_key(&file.path) {
-            let index = self.scan(format, columns, path, None)?;
+            let index = self.scan(path, None)?;
             self.indices.insert(file.path.clone(), index);
         }
         let index = &self.indices[&file.path];
-        if columns.skips() {
+        if self.columns.skips() {
             files::check_left_out(file, path, &index.kept)?;
         }
         let bytes = files::length(path)?;
@@ -184,19 +176,14 @@ impl TextTables {
 
     /// Scans and indexes a file. With a `log`, each row is validated, and what is left out is
     /// recorded.
-    fn scan(
-        &self,
-        format: &impl Format,
-        columns: &Columns,
-        path: &Path,
-        mut log: Option<&mut SkippedLog>,
-    ) -> Result<Index, DataError> {
+    fn scan(&self, path: &Path, mut log: Option<&mut SkippedLog>) -> Result<Index, DataError> {
+        let columns = &self.columns;
         let bytes = files::length(path)?;
         let held: u64 = self.indices.values().map(|index| index.text.held_bytes()).sum();
         let text = TextFile::open(path, self.packed_bytes_max.saturating_sub(held))?;
         let mut index =
             Index { text: text.clone(), bytes, kept: Kept::default(), starts: Vec::new() };
-        let mut rows = format.open(&text, columns)?;
+        let mut rows = self.format.open(&text, columns)?;
         while let Some(byte) = rows.advance()? {
             let is_kept = if log.is_some() || columns.skips() {
                 rows.row().map(|row| row.is_some())
@@ -238,6 +225,67 @@ pub(super) fn with_packed(extension: &str) -> Vec<String> {
     let packed = files::PACKED.iter().map(|packed| format!("{extension}{packed}"));
     std::iter::once(extension.to_owned()).chain(packed).collect()
 }
+
+/// The methods of a reader of tables in a field `tables`: [`TextTables`].
+macro_rules! text_reader {
+    ($reader:ident) => {
+        impl $reader {
+            /// Creates a reader without columns; add the required ones.
+            pub fn new() -> Self {
+                Self::default()
+            }
+
+            $crate::readers::columns::column_methods!(tables.columns);
+
+            /// Limits the memory that a worker uses for compressed files, which it holds
+            /// compressed. Default: 1 GiB for all files together. Data that exceeds it is refused.
+            pub fn compressed_bytes_max(mut self, bytes: u64) -> Self {
+                self.tables.packed_bytes_max = bytes;
+                self
+            }
+        }
+
+        impl $crate::Reader for $reader {
+            type Record = $crate::readers::Row;
+
+            fn configure(&mut self, options: $crate::ReadOptions) -> Result<(), $crate::DataError> {
+                self.tables.columns.configure(options);
+                Ok(())
+            }
+
+            fn describe(&mut self, source: &str) -> Result<$crate::Dataset, $crate::DataError> {
+                self.tables.describe(source)
+            }
+
+            fn access(&self, dataset: &$crate::Dataset) -> $crate::Access {
+                $crate::readers::text_table::access(dataset)
+            }
+
+            fn read_ahead(&mut self, file: &$crate::File, range: std::ops::Range<u64>) {
+                self.tables.read_ahead(file, range);
+            }
+
+            fn read(
+                &mut self,
+                file: &$crate::File,
+                range: std::ops::Range<u64>,
+            ) -> Result<Vec<$crate::readers::Row>, $crate::DataError> {
+                self.tables.read(file, std::iter::once(range))
+            }
+
+            fn read_records(
+                &mut self,
+                file: &$crate::File,
+                records: &[u64],
+            ) -> Result<Vec<$crate::readers::Row>, $crate::DataError> {
+                let runs = records.chunk_by(|before, record| before + 1 == *record);
+                self.tables.read(file, runs.map(|run| run[0]..run[0] + run.len() as u64))
+            }
+        }
+    };
+}
+
+pub(super) use text_reader;
 
 fn changed(path: &Path, found: &str) -> DataError {
     files::malformed(path, &format!("{found}: has it changed?"))

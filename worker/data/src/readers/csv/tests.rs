@@ -1,8 +1,9 @@
 use std::fs;
 use std::io::Write as _;
+use std::ops::Range;
 
 use super::*;
-use crate::reader::Purpose;
+use crate::reader::{Access, Dataset, File, Purpose, ReadOptions, Reader as _};
 
 struct Table {
     _folder: tempfile::TempDir,

@@ -1,6 +1,7 @@
 use std::fs;
 
 use super::*;
+use crate::reader::{ReadOptions, Reader as _};
 
 struct Table {
     folder: tempfile::TempDir,
