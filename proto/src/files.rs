@@ -40,23 +40,6 @@ pub struct ListedFile {
     pub version: Option<u32>,
 }
 
-/// Limits on a list from outside.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FileLimits {
-    /// Most files.
-    pub files: usize,
-    /// Most bytes of a path.
-    pub path_bytes: usize,
-    /// Most records of all files.
-    pub records: u64,
-}
-
-impl FileLimits {
-    /// The limits on the data set of a job.
-    pub(crate) const DATASET: Self =
-        Self { files: DATASET_FILES_MAX, path_bytes: PATH_BYTES_MAX, records: DATASET_RECORDS_MAX };
-}
-
 /// Why a list is invalid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileListError(String);
@@ -75,19 +58,19 @@ impl FileList {
     /// Reads and checks a packed list.
     ///
     /// # Errors
-    /// The list is damaged or exceeds `limits`.
-    pub fn unpack(packed: Bytes, limits: FileLimits) -> Result<Self, FileListError> {
+    /// The list is damaged or exceeds the [limits](crate::limits) of a data set.
+    pub fn unpack(packed: Bytes) -> Result<Self, FileListError> {
         let mut packer = Packer::default();
         let mut files = Files::new(packed.clone())?;
-        while let Some(file) = files.read(limits.path_bytes)? {
+        while let Some(file) = files.read(PATH_BYTES_MAX)? {
             if file.path.is_empty() {
                 return Err(FileListError("an empty path".into()));
             }
-            if packer.len == limits.files {
-                return Err(FileListError(format!("more than {} files", limits.files)));
+            if packer.len == DATASET_FILES_MAX {
+                return Err(FileListError(format!("more than {DATASET_FILES_MAX} files")));
             }
-            if packer.records.saturating_add(file.records) > limits.records {
-                return Err(FileListError(format!("more than {} records", limits.records)));
+            if packer.records.saturating_add(file.records) > DATASET_RECORDS_MAX {
+                return Err(FileListError(format!("more than {DATASET_RECORDS_MAX} records")));
             }
             let _ = packer.entry(&file);
         }
@@ -144,11 +127,9 @@ impl Serialize for FileList {
     }
 }
 
-/// A list within [`FileLimits::DATASET`].
 impl<'de> Deserialize<'de> for FileList {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let packed = Vec::deserialize(deserializer)?;
-        Self::unpack(packed.into(), FileLimits::DATASET).map_err(D::Error::custom)
+        Self::unpack(Vec::deserialize(deserializer)?.into()).map_err(D::Error::custom)
     }
 }
 
@@ -299,19 +280,16 @@ const LEVEL: i32 = 3;
 mod tests {
     use super::*;
 
-    const LIMITS: FileLimits = FileLimits { files: 1 << 20, path_bytes: 4096, records: 1 << 40 };
-
     fn list(files: &[(&str, u64)]) -> FileList {
         FileList::pack(files.iter().copied())
     }
 
     #[test]
     fn a_list_round_trips_through_its_packed_form() {
-        let files = [("a", 3), ("b/\u{e4}\n", 0), ("c", u64::MAX)];
+        let files = [("a", 3), ("b/\u{e4}\n", 0), ("c", 1 << 33)];
         let packed = list(&files);
-        assert_eq!((packed.len(), packed.records()), (3, u64::MAX));
-        let unlimited = FileLimits { records: u64::MAX, ..LIMITS };
-        let other = FileList::unpack(packed.packed().clone(), unlimited).unwrap();
+        assert_eq!((packed.len(), packed.records()), (3, (1 << 33) + 3));
+        let other = FileList::unpack(packed.packed().clone()).unwrap();
         assert_eq!(other, packed);
         assert_eq!(other.digest(), packed.digest());
         let read: Vec<_> = other.iter().collect();
@@ -343,25 +321,27 @@ mod tests {
 
     #[test]
     fn a_damaged_or_oversized_list_is_refused_without_a_panic() {
+        let refused =
+            |list: &FileList| FileList::unpack(list.packed().clone()).unwrap_err().to_string();
+        let many = FileList::pack((0..=DATASET_FILES_MAX).map(|_| ("a", 1)));
+        assert_eq!(refused(&many), "more than 1048576 files");
+        let records = list(&[("a", DATASET_RECORDS_MAX), ("b", 1)]);
+        assert_eq!(refused(&records), "more than 1099511627776 records");
+        let long = "x".repeat(PATH_BYTES_MAX + 1);
+        assert!(refused(&list(&[(&long, 1)])).contains("a path of 4097 bytes"));
+        assert_eq!(refused(&list(&[("", 1)])), "an empty path");
+        assert!(FileList::unpack(Bytes::from_static(b"no list")).is_err());
         let whole = list(&[("a", 3), ("bb", 4)]);
-        let refused = |limits: FileLimits| {
-            FileList::unpack(whole.packed().clone(), limits).unwrap_err().to_string()
-        };
-        assert_eq!(refused(FileLimits { files: 1, ..LIMITS }), "more than 1 files");
-        assert_eq!(refused(FileLimits { records: 6, ..LIMITS }), "more than 6 records");
-        assert!(refused(FileLimits { path_bytes: 1, ..LIMITS }).contains("a path of 2 bytes"));
-        assert!(FileList::unpack(list(&[("", 1)]).packed().clone(), LIMITS).is_err());
-        assert!(FileList::unpack(Bytes::from_static(b"no list"), LIMITS).is_err());
         let packed = whole.packed();
         for cut in 0..packed.len() {
-            let result = FileList::unpack(packed.slice(..cut), LIMITS);
+            let result = FileList::unpack(packed.slice(..cut));
             assert!(result.is_err() || cut == 0, "{cut}");
         }
         for at in 0..packed.len() {
             let mut bytes = packed.to_vec();
             bytes[at] ^= 0x40;
             // Some bytes are ignored by the decoder, or yield another list with another digest.
-            if let Ok(other) = FileList::unpack(bytes.into(), LIMITS) {
+            if let Ok(other) = FileList::unpack(bytes.into()) {
                 assert!(at < 8 || other != whole, "{at}");
             }
         }

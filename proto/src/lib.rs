@@ -23,7 +23,7 @@ mod sources;
 mod status;
 mod summary;
 
-pub use files::{FileLimits, FileList, FileListError, Files, ListedFile};
+pub use files::{FileList, FileListError, Files, ListedFile};
 pub use gpu_instance::gpu_instance;
 pub use ids::{Generation, LaunchId, WorkerId};
 pub use job::{

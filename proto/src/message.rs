@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::files::{FileLimits, FileList};
+use crate::files::FileList;
 use crate::ids::{Generation, WorkerId};
 use crate::ledger::Ledger;
 use crate::membership::{Membership, Phases, Stall};
@@ -160,7 +160,7 @@ fn description<'de, D: Deserializer<'de>>(
 ) -> Result<Result<FileList, String>, D::Error> {
     let described = Result::<Vec<u8>, String>::deserialize(described)?;
     Ok(described.and_then(|packed| {
-        FileList::unpack(packed.into(), FileLimits::DATASET)
+        FileList::unpack(packed.into())
             .map_err(|error| format!("the list of the data set's files can't be used: {error}"))
     }))
 }

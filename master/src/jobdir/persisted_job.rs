@@ -22,7 +22,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use elasticdl_proto::{FileLimits, FileList};
+use elasticdl_proto::FileList;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tracing::error;
@@ -234,11 +234,8 @@ pub fn is_abandoned(root: &Path) -> bool {
 
 fn read_list(root: &Path) -> Result<FileList, ResumeError> {
     let path = root.join(FILES);
-    let unlimited =
-        FileLimits { files: usize::MAX, path_bytes: u32::MAX as usize, records: u64::MAX };
     let list = fs::read(&path).map_err(|error| error.to_string());
-    let list =
-        list.and_then(|bytes| FileList::unpack(bytes.into(), unlimited).map_err(|e| e.to_string()));
+    let list = list.and_then(|bytes| FileList::unpack(bytes.into()).map_err(|e| e.to_string()));
     list.map_err(|reason| ResumeError::Unreadable { path, reason })
 }
 

@@ -14,7 +14,7 @@
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use bytes::Bytes;
-use elasticdl_proto::{FileLimits, FileList};
+use elasticdl_proto::FileList;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3Default;
 
@@ -96,7 +96,7 @@ pub(crate) async fn load(
             packed
         }
     };
-    let list = FileList::unpack(Bytes::from(packed), UNLIMITED)
+    let list = FileList::unpack(Bytes::from(packed))
         .map_err(|e| damaged(format!("can't be read: {e}")))?;
     if DatasetFingerprint::of(&list) != mark {
         return Err(damaged("is not the one that the job was started with".into()));
@@ -111,9 +111,6 @@ fn part_name(job: &str, uid: &str, mark: DatasetFingerprint, index: usize) -> St
     format!("{job}-files-{:010x}-{index}", hasher.digest() >> 24)
 }
 
-/// No limits: the list was checked when the data set was described.
-const UNLIMITED: FileLimits =
-    FileLimits { files: usize::MAX, path_bytes: u32::MAX as usize, records: u64::MAX };
 /// Maximum length of a list that is stored in the anchor itself.
 const WHOLE_BYTES_MAX: usize = 96 << 10;
 /// Length of a part; the limit of an object is 1 MiB.
