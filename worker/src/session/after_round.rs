@@ -52,7 +52,7 @@ impl Session {
         self.end_round(&headers, committed);
     }
 
-    /// The shards of the ranks that leave are on others.
+    /// The ranks that stay hold all shards, with all copies.
     pub fn handed_over(&mut self) {
         let Phase::HandingOver { group, leaves, headers, committed } = &self.phase else { return };
         let (group, headers, committed) = (group.clone(), headers.clone(), *committed);
@@ -61,9 +61,11 @@ impl Session {
         self.end_round(&headers, committed);
     }
 
-    /// Whether some ranks leave, others stay, and those have not taken their shards over.
+    /// Whether ranks stay that have not taken over the shards of those that leave or, at the end,
+    /// where no step brings them, the copies that are missing since a rank was lost.
     fn is_to_be_handed_over(&self, leaves: &[bool]) -> bool {
-        leaves.contains(&true) && leaves.contains(&false) && self.step.handed_over != leaves
+        let moves = leaves.contains(&true) || self.at_end();
+        moves && leaves.contains(&false) && self.step.handed_over != leaves
     }
 
     pub(super) fn at_end(&self) -> bool {
@@ -96,7 +98,7 @@ impl Session {
         let ends = ending.is_some();
         let leaves: Vec<bool> = headers.iter().map(|header| header.leaves).collect();
         let switches = seen > group.generation.0 || is_withheld(headers);
-        if (ends || switches) && self.is_to_be_handed_over(&leaves) {
+        if (ends || switches || self.at_end()) && self.is_to_be_handed_over(&leaves) {
             self.reports.flush();
             let headers = headers.to_vec();
             self.phase = Phase::HandingOver { group, leaves, headers, committed };

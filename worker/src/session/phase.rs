@@ -100,7 +100,7 @@ pub(super) struct StepPart {
     pub(super) verified: Option<u64>,
     /// Whether the last task was an idle round.
     pub(super) is_idle: bool,
-    /// The ranks of this group that have handed their shards over.
+    /// The ranks that leave, when the ranks of this group last handed shards over.
     pub(super) handed_over: Vec<bool>,
     /// Whether this rank joins the newest group when it has computed its part of this step.
     pub(super) switches: bool,

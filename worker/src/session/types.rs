@@ -88,7 +88,7 @@ pub enum Task {
     /// The group's work is over: `Session::finish`. If the state `is_published`, this worker
     /// exports and describes it.
     Finish { is_published: bool },
-    /// Copy the shards of the ranks that leave to those that stay: `Session::handed_over`.
+    /// Copy the shards that too few of the ranks hold that stay: `Session::handed_over`.
     HandOver { leaves: Vec<bool> },
     /// Examine this worker's own gradient, because the sum is not finite: `Session::inspected`.
     InspectGradient,

@@ -363,7 +363,8 @@ impl RowTables {
 }
 
 impl RowTables {
-    /// The ranks that stay receive copies of what those that leave hold. No row changes meanwhile.
+    /// The ranks that stay receive the copies that are missing without those that leave. No row
+    /// changes meanwhile.
     fn hand_over(&mut self, group: &mut dyn Group, leaves: &[bool]) -> Result<(), Stopped> {
         self.owned.begin_hand_over(leaves);
         while let Some(messages) = self.owned.handed_over()? {
@@ -406,7 +407,9 @@ impl<M: Model> Trainer<'_, M> {
             sharded.hand_over(self.tensors.group_mut()?, leaves)?;
         }
         let leaving = leaves.iter().filter(|leaves| **leaves).count();
-        tracing::info!(leaving, "shards are handed over");
+        if leaving > 0 {
+            tracing::info!(leaving, "shards are handed over");
+        }
         let failed = self.session.fails_after_hand_over();
         self.session.handed_over();
         failed.map_or(Ok(()), |of_program| Err(Failure::from(of_program).into()))

@@ -115,6 +115,16 @@ impl Placement {
         Self { holders: Arc::new(self.holders.iter().map(left).collect()), ..*self }
     }
 
+    /// The placement in which the holders of `other` hold their shards, too.
+    pub fn with_holders_of(&self, other: &Self) -> Self {
+        let mut holders = self.holders.to_vec();
+        for (holders, others) in holders.iter_mut().zip(other.holders.iter()) {
+            let more: Vec<u64> = others.iter().filter(|w| !holders.contains(w)).copied().collect();
+            holders.extend(more);
+        }
+        Self { holders: Arc::new(holders), ..*self }
+    }
+
     /// The placement in which these members hold the shards without any copy, too.
     pub fn filled(&self, members: &[Member]) -> Self {
         let filled = |(shard, holders): (u32, &Vec<u64>)| match holders.is_empty() {

@@ -4,8 +4,10 @@
 //!   leaves ──▶ copies ⟲ until the others hold all ──▶ barrier ──▶ placement
 //! ```
 //!
-//! **Invariant:** a rank adopts the placement without the members that leave only when all ranks
-//! have their copies. So a later group can begin with the placement of any of its ranks.
+//! **Invariant:** a rank adopts the placement with the copies only when all ranks have theirs. So a
+//! later group can begin with the placement of any of its ranks. The members that leave are still
+//! in it, as they hold their shards until a step is committed without them: one that comes back,
+//! because others are lost, brings them along.
 
 use std::mem;
 
@@ -43,7 +45,8 @@ impl<C: Content> Ownership<C> {
     /// All ranks have their copies. A later group of any of them begins with these.
     pub fn end_hand_over(&mut self) {
         let placement = self.group().placement.clone();
-        self.committed.as_mut().expect("a worker of a group has a state").placement = placement;
+        let committed = self.committed.as_mut().expect("a worker of a group has a state");
+        committed.placement = placement.with_holders_of(&committed.placement);
     }
 }
 

@@ -283,7 +283,12 @@ fn those_that_leave_hand_their_chunks_over_before() {
         }
     }
     ranks.iter_mut().for_each(|rank| rank.chunks.end_hand_over());
-    ranks.drain(1..3);
+    let mut leavers: Vec<Rank> = ranks.drain(1..3).collect();
+    // All others are lost: those that have left come back with what they held.
+    let held = leavers.iter().flat_map(|rank| rank.chunks.held());
+    let held: Vec<u32> = held.map(|(chunk, _)| chunk).collect();
+    let lost = regroup(&mut leavers, 2).unwrap_err();
+    assert!((0..LAYOUT.chunks()).all(|chunk| held.contains(&chunk) != lost.contains(&chunk)));
     regroup(&mut ranks, 2).unwrap();
     assert_is_as_of_one(&ranks, 1, true);
     step(&mut ranks, 2);
