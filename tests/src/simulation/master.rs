@@ -162,7 +162,7 @@ impl World {
             record.note_outdated(noted.unwrap_or(LaunchId(0)));
         }
         let launches: Vec<LaunchId> = record.launches().collect();
-        self.note_resumed(is_outdated, &launches);
+        self.note_resumed(is_outdated, &launches, record.data().is_some());
         trace!(self, "master: another one resumes the job");
         self.master.incarnation += 1;
         match Job::restore(record, self.time()) {

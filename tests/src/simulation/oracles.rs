@@ -178,8 +178,14 @@ impl World {
     }
 
     /// A master has resumed the job with these `launches`, possibly from an outdated snapshot.
-    /// Local processes that it does not know are refused, and end.
-    pub(super) fn note_resumed(&mut self, is_outdated: bool, launches: &[LaunchId]) {
+    /// Local processes that it does not know are refused, and end. So are all if no data set was
+    /// known yet: the job begins again.
+    pub(super) fn note_resumed(
+        &mut self,
+        is_outdated: bool,
+        launches: &[LaunchId],
+        knows_data: bool,
+    ) {
         self.oracle.may_be_outdated |= is_outdated || self.setting.may_restore_stale;
         if !is_outdated || self.setting.may_restore_stale {
             return;
@@ -187,9 +193,9 @@ impl World {
         self.oracle.coverage.resumed_outdated += 1;
         self.fault_plan.links_may_break = true;
         for p in 0..self.processes.len() {
-            if !launches.contains(&self.processes[self.pod(p).start].launch) {
-                self.processes[p].is_unknown = true;
-            }
+            let is_known = launches.contains(&self.processes[self.pod(p).start].launch);
+            self.processes[p].is_unknown |= !is_known;
+            self.processes[p].is_degraded |= !is_known || !knows_data;
         }
     }
 

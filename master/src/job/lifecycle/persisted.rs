@@ -146,7 +146,7 @@ impl PersistedJob {
 
     /// Fingerprint of the job's list of files; `None` before it is known.
     #[must_use]
-    pub(crate) fn data(&self) -> Option<DatasetFingerprint> {
+    pub fn data(&self) -> Option<DatasetFingerprint> {
         self.data
     }
 
