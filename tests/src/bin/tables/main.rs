@@ -129,7 +129,9 @@ fn built(package: &str, name: &str) -> Result<PathBuf, Box<dyn Error>> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut build = Command::new(cargo);
     build.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
-    build.args(["build", "--quiet", "--package", package, "--bin", name]);
+    // With those that this program is built with, so that they share what they depend on.
+    build.args(["build", "--quiet", "--package", "elasticdl-tests"]);
+    build.args(["--package", package, "--bin", name]);
     if !cfg!(debug_assertions) {
         build.arg("--release");
     }
