@@ -23,6 +23,7 @@ use crate::exit::{Failure, cannot};
 use crate::exporters::Exporters;
 use crate::job::{Job, JobSpec, Time};
 use crate::job_store::JobStore;
+use crate::jobdir::neighbours::Turn;
 use crate::jobdir::{self, AbandonedJob, JobDir, JobDirError, JobStart, ProgramCopy};
 use crate::listener::{Identity, ServerConfig};
 use crate::local::Launcher;
@@ -38,6 +39,8 @@ pub struct LocalMaster {
     /// sets the ports that were given.
     start: JobStart,
     abandoned: Option<Box<AbandonedJob>>,
+    /// Held until the record is written.
+    turn: Option<Turn>,
 }
 
 /// The end of a local job.
@@ -56,10 +59,10 @@ struct Listeners {
 }
 
 impl LocalMaster {
-    /// The master of a new job.
+    /// The master of a new job, and the turn in which it was checked against others.
     #[must_use]
-    pub fn new(spec: JobSpec, start: JobStart) -> Self {
-        Self { spec, start, abandoned: None }
+    pub fn new(spec: JobSpec, start: JobStart, turn: Option<Turn>) -> Self {
+        Self { spec, start, abandoned: None, turn }
     }
 
     /// The next master of a job whose master has died.
@@ -69,6 +72,7 @@ impl LocalMaster {
             spec: abandoned.record.spec().clone(),
             start: abandoned.start.clone(),
             abandoned: Some(Box::new(abandoned)),
+            turn: None,
         }
     }
 
@@ -244,8 +248,9 @@ impl LocalMaster {
         progress: Progress,
         tracked: mpsc::Receiver<Option<String>>,
     ) -> Result<Master, Failure> {
-        let Self { spec, mut start, abandoned } = self;
-        if abandoned.is_none() {
+        let Self { spec, mut start, abandoned, turn } = self;
+        let is_new = abandoned.is_none();
+        if is_new {
             start.copy = ProgramCopy::make(Path::new(&start.program), dir.program_path());
             start = persist(start, dir)?;
         }
@@ -266,7 +271,12 @@ impl LocalMaster {
                 (restore(abandoned.record, age).map_err(&failed)?, age)
             }
         };
-        let job_store = JobStore::File(dir.persisted_job_file());
+        let mut job_store = JobStore::File(dir.persisted_job_file());
+        if is_new {
+            // Jobs that start later find it. A failure is reported with the next write.
+            drop(job_store.save(&job));
+        }
+        drop(turn);
         let (term, tracked) = (None, Some(tracked));
         let mut master = Master::assemble(MasterParts {
             job,

@@ -1,8 +1,10 @@
 //! Other jobs of this machine, whose files a new job must leave alone.
 
 use std::collections::BTreeSet;
-use std::fs;
+use std::fs::{self, DirBuilder, File, TryLockError};
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use super::contents::is_job_dir;
 use super::persisted_job::{read_newest_record, read_start};
@@ -20,6 +22,30 @@ pub struct RunningJob {
     pub summary: Option<PathBuf>,
     /// The stores that its addresses are in; see [`stores`].
     pub stores: BTreeSet<String>,
+}
+
+/// The turn of a job that starts. Jobs take turns until their records are written, so that each one
+/// finds the files of those before it.
+#[derive(Debug)]
+pub struct Turn {
+    /// The folder of jobs, locked. The lock is released with it, however this process ends.
+    _jobs: File,
+}
+
+/// Waits until no other job starts whose directory, or name, is in the folder `jobs`. `None`: jobs
+/// take no turns, because the folder can't be locked, or a start takes very long.
+#[must_use]
+pub fn take_turn(jobs: &Path) -> Option<Turn> {
+    DirBuilder::new().recursive(true).mode(0o700).create(jobs).ok()?;
+    let folder = File::open(jobs).ok()?;
+    for _ in 0..TURN_ATTEMPTS {
+        match folder.try_lock() {
+            Ok(()) => return Some(Turn { _jobs: folder }),
+            Err(TryLockError::Error(_)) => return None,
+            Err(TryLockError::WouldBlock) => std::thread::sleep(TURN_PAUSE),
+        }
+    }
+    None
 }
 
 /// The stores that addresses such as `s3://bucket` are in, as far as the environment of this
@@ -40,8 +66,8 @@ pub fn job_around(path: &Path) -> Option<PathBuf> {
     path.ancestors().skip(1).find(|folder| is_job_dir(folder)).map(Path::to_owned)
 }
 
-/// The running jobs in the folder `jobs`, or with a name there. A job that is just starting may be
-/// missing.
+/// The running jobs in the folder `jobs`, or with a name there. Without a [`Turn`], one that is just
+/// starting may be missing.
 #[must_use]
 pub fn running_jobs(jobs: &Path) -> Vec<RunningJob> {
     let entries = fs::read_dir(jobs).into_iter().flatten().flatten();
@@ -56,3 +82,7 @@ pub fn running_jobs(jobs: &Path) -> Vec<RunningJob> {
     };
     roots.into_iter().filter_map(job).collect()
 }
+
+/// Attempts within half a minute.
+const TURN_ATTEMPTS: u32 = 1500;
+const TURN_PAUSE: Duration = Duration::from_millis(20);

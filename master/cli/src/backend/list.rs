@@ -86,6 +86,8 @@ fn local_row(path: PathBuf) -> Option<JobRow> {
                 ..row
             })
         }
+        // Its master does not listen yet.
+        _ if jobdir::is_running(&path) => Some(JobRow { state: "starting".into(), ..row }),
         _ => Some(row),
     }
 }
@@ -136,3 +138,20 @@ fn age_s(time: SystemTime) -> f64 {
 }
 
 const FAILED: &str = "failed (no master)";
+
+#[cfg(test)]
+mod tests {
+    use elasticdl_master::jobdir::JobDir;
+
+    use super::*;
+
+    #[test]
+    fn a_job_whose_master_does_not_listen_yet_is_starting_and_one_without_a_master_is_lost() {
+        let jobs = tempfile::tempdir().unwrap();
+        let dir = JobDir::create(&jobs.path().join("a")).unwrap();
+        let state = || local_jobs(jobs.path()).unwrap().remove(0).state;
+        assert_eq!(state(), "starting");
+        drop(dir);
+        assert_eq!(state(), "lost");
+    }
+}

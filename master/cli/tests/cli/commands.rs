@@ -1,6 +1,8 @@
 //! Commands that need no job: completions, manual pages, files of options, the doctor, conversion.
 
 use std::fs;
+use std::io::Read as _;
+use std::time::{Duration, Instant};
 
 use crate::Home;
 
@@ -132,4 +134,58 @@ fn a_directory_that_is_not_utf8_is_refused_and_not_made() {
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.code() == Some(2) && text.contains("is not UTF-8; choose"), "{text}");
     assert!(home.entries().is_empty(), "{:?}", home.entries());
+}
+
+#[test]
+fn of_jobs_that_start_together_with_one_file_of_an_export_one_runs() {
+    let home = Home::new();
+    let start = |name: &str| {
+        let options = ["--local", "--training-data", "/etc/hostname", "--export", "m.safetensors"];
+        let mut command = home.command(&["train", "--job-name", name]);
+        command.args(options).args(["--", "/bin/sh", "-c", "exec sleep 100"]);
+        command.stderr(std::process::Stdio::piped()).spawn().unwrap()
+    };
+    let mut jobs = ["a", "b", "c", "d"].map(start);
+    // A job that runs does not end by itself; all others are refused.
+    let (mut refused, mut rest) = (Vec::new(), Vec::from_iter(jobs.iter_mut()));
+    let until = Instant::now() + Duration::from_secs(60);
+    while refused.len() < 3 && Instant::now() < until {
+        rest.retain_mut(|job| match job.try_wait().unwrap() {
+            Some(status) => {
+                let mut text = String::new();
+                job.stderr.take().unwrap().read_to_string(&mut text).unwrap();
+                refused.push((status.code(), text));
+                false
+            }
+            None => true,
+        });
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    for name in ["a", "b", "c", "d"] {
+        let _ = home.run(&["stop", name]);
+    }
+    drop(rest.into_iter().map(|job| job.wait()).collect::<Vec<_>>());
+    assert_eq!(refused.len(), 3, "{refused:?}");
+    for (code, text) in refused {
+        assert!(
+            code == Some(2) && text.contains("it is the file of --export of the job"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn a_refused_job_leaves_the_summary_of_an_earlier_one_and_does_not_name_it() {
+    let home = Home::new();
+    let train = |code: &str| {
+        let options = ["--local", "--training-data", "/etc/hostname", "--summary", "s.json"];
+        let program = ["--replace", "--job-name", "j", "--", "/bin/sh", "-c", code];
+        home.run(&[&["train"], &options[..], &program[..]].concat())
+    };
+    assert_eq!(train("exit 0").code, Some(1));
+    let earlier = fs::read(home.path("s.json")).unwrap();
+    let refused = train("exit 2");
+    assert_eq!(refused.code, Some(2), "{}", refused.stderr);
+    assert!(!format!("{}{}", refused.stdout, refused.stderr).contains("s.json"), "{refused:?}");
+    assert_eq!(fs::read(home.path("s.json")).unwrap(), earlier);
 }

@@ -18,6 +18,7 @@ use rustix::process::{Pid, Signal, kill_process};
 /// A separate state folder per test, so that no test sees the jobs of another.
 struct Home(tempfile::TempDir);
 
+#[derive(Debug)]
 struct CommandOutput {
     code: Option<i32>,
     stdout: String,
@@ -107,7 +108,10 @@ fn an_invalid_option_is_refused_with_its_name_and_valid_values() {
             &["--deterministic", "--global-batch-size", "4096", "--micro-batch", "1"],
             &["--deterministic", "--micro-batch 4 or more"],
         ),
-        (&["--seed", "-1"], &["-1"]),
+        (&["--seed", "-1"], &["--seed", "'-1'", "from 0 to 18446744073709551615"]),
+        (&["--metrics-port", "99999"], &["--metrics-port", "from 0 (a free one) to 65535"]),
+        (&["--deadline", "1y"], &["--deadline", "for example `30s`", "at most 30days"]),
+        (&["--deadline", "soon"], &["--deadline", "it must be a duration, for example `30s`"]),
         (&["--max-worker-restarts", "x"], &["--max-worker-restarts", "'x'"]),
         (&["--master-timeout", "soon"], &["--master-timeout", "30s"]),
         (&["--master-timeout", "1ms"], &["--master-timeout", "at least 1s"]),

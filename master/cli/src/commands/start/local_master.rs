@@ -9,7 +9,7 @@ use std::sync::Mutex;
 
 use elasticdl_master::event_loop::JobResult;
 use elasticdl_master::job::Outcome;
-use elasticdl_master::jobdir::neighbours::stores;
+use elasticdl_master::jobdir::neighbours::{Turn, stores, take_turn};
 use elasticdl_master::jobdir::{self, JobDir, JobStart, StartTime, directory_of};
 use elasticdl_master::local_master::{LocalEnd, LocalMaster, Stop};
 use elasticdl_master::progress::Progress;
@@ -39,7 +39,12 @@ pub(super) fn start(request: StartRequest) -> Result<u8, Failure> {
     job.keep_checkpoints_in(dir.path());
     let (console, root, mut has_run) = (job.console, dir.path().to_path_buf(), false);
     let wanted = job.summary.clone();
-    let ended = master_of(job).and_then(|job| run(job, wanted, &dir, console, &mut has_run));
+    // Of several jobs that are started together, each one finds those before it.
+    let turn = take_turn(&jobdir::default_root());
+    let checked = job.check_running_jobs();
+    let ended = checked
+        .and_then(|()| master_of(job, turn))
+        .and_then(|job| run(job, wanted, &dir, console, &mut has_run));
     if ended.is_err() && !has_run {
         dir.restore_earlier();
     }
@@ -97,6 +102,8 @@ fn run(
         // summary.
         let _ = std::fs::remove_file(dir.program_path());
     }
+    // What was refused replaces no result of an earlier job.
+    let wanted = wanted.filter(|path| ended.outcome != Outcome::InvalidInput || !path.exists());
     let own = (!is_replaced).then(|| dir.summary_path());
     let written = write_summaries(own.as_deref(), wanted.as_deref(), &ended);
     let has_trained = ended.summary.steps > 0 || ended.summary.records.counted > 0;
@@ -149,7 +156,7 @@ fn run(
 }
 
 /// The master of a new job.
-fn master_of(job: LocalJob) -> Result<LocalMaster, Failure> {
+fn master_of(job: LocalJob, turn: Option<Turn>) -> Result<LocalMaster, Failure> {
     let folder = std::env::current_dir().map_err(cannot("learn the current directory"))?;
     let start = JobStart {
         program: job.program.into(),
@@ -165,7 +172,7 @@ fn master_of(job: LocalJob) -> Result<LocalMaster, Failure> {
         began: StartTime::now(),
         copy: None,
     };
-    Ok(LocalMaster::new(job.spec, start))
+    Ok(LocalMaster::new(job.spec, start, turn))
 }
 
 /// Shows the job in `dir` as the user wants.
@@ -216,8 +223,6 @@ fn write_summaries(
 ) -> Result<(), Failure> {
     let json = ended.summary.to_pretty_json();
     let state = &ended.summary.state;
-    // What was refused replaces no result of an earlier job.
-    let wanted = wanted.filter(|path| ended.outcome != Outcome::InvalidInput || !path.exists());
     let cannot = |path: &Path, error: io::Error, then: String| {
         let path = path.display();
         let text = format!("the job is {state}, but its summary can't be written to {path}: ");

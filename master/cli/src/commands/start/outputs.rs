@@ -36,10 +36,15 @@ impl LocalJob {
         if let Some(text) = overwritten(&self.spec, self.summary.as_deref(), &self.job_dir) {
             return Err(Failure::usage(text));
         }
+        self.check_running_jobs()
+    }
+
+    /// Checks that no output is a file of another job.
+    pub(super) fn check_running_jobs(&self) -> Result<(), Failure> {
         self.check_other_jobs(&running_jobs(&default_root()))
     }
 
-    /// Checks that no output is a file of another job. `running`: the running jobs.
+    /// As [`Self::check_running_jobs`], of the jobs `running`.
     fn check_other_jobs(&self, running: &[RunningJob]) -> Result<(), Failure> {
         let own = resolved(&self.job_dir);
         for Output { option, address } in outputs(&self.spec, self.summary.as_deref()) {
