@@ -115,8 +115,9 @@ impl Storage {
         root: object_store::path::Path,
         address: impl Into<String>,
     ) -> Self {
-        let place = Place::Store(Objects { store, key: root });
-        Self { place, address: address.into(), is_output: false }
+        let address = address.into();
+        let place = Place::Store(Objects { store, bucket: (&*address).into(), key: root });
+        Self { place, address, is_output: false }
     }
 
     /// Whether `address` is in an object store, not a path on this machine.

@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::ops::Range;
+use std::pin::pin;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -17,12 +18,14 @@ use tokio::time::{sleep, timeout};
 
 use super::errors::Failed;
 use super::listing::{Listing, Version};
-use super::retry::{STOP_CHECK, stop_flag};
+use super::retry::{STOP_CHECK, WAITS, Waiter, stop_flag};
 
 /// The objects below a key of a store, or the object with this key.
 #[derive(Clone, Debug)]
 pub(super) struct Objects {
     pub(super) store: Arc<dyn ObjectStore>,
+    /// Address of the bucket, for users.
+    pub(super) bucket: Arc<str>,
     pub(super) key: Path,
 }
 
@@ -31,20 +34,22 @@ impl Objects {
     pub(super) fn open(scheme: &str, rest: &str) -> Result<Self, String> {
         let (bucket, key) = rest.split_once('/').unwrap_or((rest, ""));
         let store = client::client(scheme, bucket)?;
-        Ok(Self { store, key: keys::parse_key(key)? })
+        let bucket = format!("{scheme}://{bucket}").into();
+        Ok(Self { store, bucket, key: keys::parse_key(key)? })
     }
 
     pub(super) fn below(&self, path: &str) -> Self {
-        Self { store: Arc::clone(&self.store), key: keys::below(&self.key, path) }
+        self.at(keys::below(&self.key, path))
     }
 
     pub(super) fn beside(&self, name: &str) -> Self {
         let mut parts: Vec<_> = self.key.parts().collect();
         parts.pop();
-        Self {
-            store: Arc::clone(&self.store),
-            key: keys::below(&parts.into_iter().collect(), name),
-        }
+        self.at(keys::below(&parts.into_iter().collect(), name))
+    }
+
+    fn at(&self, key: Path) -> Self {
+        Self { store: Arc::clone(&self.store), bucket: Arc::clone(&self.bucket), key }
     }
 
     pub(super) fn read(&self) -> Result<Bytes, Failed> {
@@ -105,7 +110,7 @@ impl Objects {
     }
 
     pub(super) fn write(&self, parts: &[Bytes]) -> Result<(), Failed> {
-        Ok(runtime().block_on(put(&*self.store, &self.key, parts))?)
+        Ok(runtime().block_on(self.put(parts))?)
     }
 
     pub(super) fn copy_beside(&self, suffix: &str) -> Result<(), Failed> {
@@ -116,6 +121,65 @@ impl Objects {
 
     pub(super) fn remove(&self) -> Result<(), Failed> {
         wait(self.store.delete(&self.key))
+    }
+
+    /// Writes an object. In a job that stops, each part has as much time as a request.
+    async fn put(&self, parts: &[Bytes]) -> object_store::Result<()> {
+        let bytes: usize = parts.iter().map(Bytes::len).sum();
+        if bytes <= PART_BYTES_MIN {
+            let whole = PutPayload::from_iter(parts.iter().cloned());
+            return self.answer(self.store.put(&self.key, whole), SILENCE).await.map(|_| ());
+        }
+        let piece = part_bytes(bytes);
+        let upload = self.answer(self.store.put_multipart(&self.key), SILENCE).await?;
+        let mut upload = WriteMultipart::new_with_chunk_size(upload, piece);
+        if let Err(error) = self.send_parts(&mut upload, parts, piece).await {
+            // An upload that is not aborted is billed, and no listing shows it.
+            drop(timeout(ABORT_LIMIT, upload.abort()).await);
+            return Err(error);
+        }
+        self.answer(upload.finish(), SILENCE).await.map(|_| ())
+    }
+
+    /// Sends all but what is left for the last part.
+    async fn send_parts(
+        &self,
+        upload: &mut WriteMultipart,
+        parts: &[Bytes],
+        piece: usize,
+    ) -> object_store::Result<()> {
+        for mut part in parts.iter().cloned() {
+            while !part.is_empty() {
+                self.answer(upload.wait_for_capacity(PARTS_AT_ONCE), SILENCE).await?;
+                upload.put(part.split_to(part.len().min(piece)));
+            }
+        }
+        for left in (1..=PARTS_AT_ONCE).rev() {
+            self.answer(upload.wait_for_capacity(left), SILENCE).await?;
+        }
+        Ok(())
+    }
+
+    /// The result of `request`, which writes (see [`unless_stopped`]). After `silence` users are
+    /// told that a trainer waits: it has a flag of its job, and nobody else notices.
+    async fn answer<T>(
+        &self,
+        request: impl Future<Output = object_store::Result<T>>,
+        silence: Duration,
+    ) -> object_store::Result<T> {
+        let mut request = pin!(unless_stopped(request, STOP_LIMIT));
+        if stop_flag().is_none() {
+            return request.await;
+        }
+        if let Ok(done) = timeout(silence, &mut request).await {
+            return done;
+        }
+        let address = format!("{}/{}", self.bucket, self.key);
+        let text = format!("no answer for {} s", silence.as_secs());
+        let waiter = Waiter::begin(&WAITS, &address, &text, limits::IDLE_MAX);
+        let done = request.await;
+        waiter.end(!matches!(&done, Err(error) if errors::is_transient(error)));
+        done
     }
 }
 
@@ -173,42 +237,6 @@ async fn fetch(
     Ok((found.bytes().await?, version))
 }
 
-/// Writes an object. In a job that stops, each part has as much time as a request.
-async fn put(store: &dyn ObjectStore, at: &Path, parts: &[Bytes]) -> object_store::Result<()> {
-    let bytes: usize = parts.iter().map(Bytes::len).sum();
-    if bytes <= PART_BYTES_MIN {
-        let whole = PutPayload::from_iter(parts.iter().cloned());
-        return unless_stopped(store.put(at, whole), STOP_LIMIT).await.map(|_| ());
-    }
-    let piece = part_bytes(bytes);
-    let upload = unless_stopped(store.put_multipart(at), STOP_LIMIT).await?;
-    let mut upload = WriteMultipart::new_with_chunk_size(upload, piece);
-    if let Err(error) = send_parts(&mut upload, parts, piece).await {
-        // An upload that is not aborted is billed, and no listing shows it.
-        drop(timeout(ABORT_LIMIT, upload.abort()).await);
-        return Err(error);
-    }
-    unless_stopped(upload.finish(), STOP_LIMIT).await.map(|_| ())
-}
-
-/// Sends all but what is left for the last part.
-async fn send_parts(
-    upload: &mut WriteMultipart,
-    parts: &[Bytes],
-    piece: usize,
-) -> object_store::Result<()> {
-    for mut part in parts.iter().cloned() {
-        while !part.is_empty() {
-            unless_stopped(upload.wait_for_capacity(PARTS_AT_ONCE), STOP_LIMIT).await?;
-            upload.put(part.split_to(part.len().min(piece)));
-        }
-    }
-    for left in (1..=PARTS_AT_ONCE).rev() {
-        unless_stopped(upload.wait_for_capacity(left), STOP_LIMIT).await?;
-    }
-    Ok(())
-}
-
 /// Makes a request and waits for its result.
 fn wait<T>(request: impl Future<Output = object_store::Result<T>>) -> Result<T, Failed> {
     Ok(runtime().block_on(unless_stopped(request, STOP_LIMIT))?)
@@ -264,6 +292,9 @@ const PARTS_AT_ONCE: usize = 4;
 /// master waits for an export.
 const STOP_LIMIT: Duration = Duration::from_secs(15);
 
+/// Time without an answer after which users are told.
+const SILENCE: Duration = Duration::from_secs(5);
+
 const ABORT_LIMIT: Duration = Duration::from_secs(2);
 
 mod aws;
@@ -279,7 +310,7 @@ mod tests {
 
     use futures::future::BoxFuture;
 
-    use super::super::retry::set_stop_flag;
+    use super::super::retry::{set_stop_flag, set_wait_flag, wait_status};
     use super::*;
 
     #[test]
@@ -299,6 +330,26 @@ mod tests {
         assert!(errors::is_transient(&error), "reads are repeated: {error}");
         let reason = errors::reason(&error);
         assert_eq!(reason, "no answer: none within 0 s, and the job stops");
+    }
+
+    #[test]
+    fn a_write_that_is_not_answered_is_reported_while_its_trainer_waits() {
+        let store = Arc::new(object_store::memory::InMemory::new());
+        let at = Objects { store, bucket: "s3://models".into(), key: "m.st".into() };
+        let is_reported = Arc::new(AtomicBool::new(false));
+        set_wait_flag(Arc::clone(&is_reported));
+        let silent = async {
+            for _ in 0..400 {
+                if is_reported.load(Ordering::Acquire) {
+                    break;
+                }
+                sleep(STOP_CHECK).await;
+            }
+            Ok(wait_status().storage)
+        };
+        set_stop_flag(Arc::default());
+        let status = runtime().block_on(at.answer(silent, Duration::ZERO)).unwrap();
+        assert!(status.is_some() && !is_reported.load(Ordering::Acquire), "{status:?}");
     }
 
     #[test]

@@ -189,7 +189,7 @@ pub fn stop_flag() -> Option<Arc<AtomicBool>> {
 
 /// State of all waiting threads.
 #[derive(Debug)]
-struct Waits(Mutex<State>);
+pub(super) struct Waits(Mutex<State>);
 
 #[derive(Debug)]
 struct State {
@@ -223,20 +223,27 @@ impl Waits {
 }
 
 /// A waiting thread.
-struct Waiter<'a> {
+pub(super) struct Waiter<'a> {
     waits: &'a Waits,
     address: &'a str,
 }
 
 impl<'a> Waiter<'a> {
-    fn begin(waits: &'a Waits, address: &'a str, error: &impl Display, limit: Duration) -> Self {
+    /// The current thread waits for the storage `address` from now on, for up to `limit`, because
+    /// of `error`.
+    pub(super) fn begin(
+        waits: &'a Waits,
+        address: &'a str,
+        error: &impl Display,
+        limit: Duration,
+    ) -> Self {
         let waiter = Self { waits, address };
         let mut state = waits.lock();
         state.threads += 1;
         if state.since.is_none() {
             state.since = Some(Instant::now());
             let limit_s = limit.as_secs();
-            tracing::warn!(address, %error, limit_s, "storage does not answer; retrying");
+            tracing::warn!(address, %error, limit_s, "storage does not answer; waiting for it");
         }
         drop(state);
         waiter.note(error);
@@ -251,7 +258,8 @@ impl<'a> Waiter<'a> {
         };
     }
 
-    fn end(self, is_answered: bool) {
+    /// It waits no longer.
+    pub(super) fn end(self, is_answered: bool) {
         FLAG.with_borrow(|flag| flag.iter().for_each(|flag| flag.store(false, Ordering::Release)));
         let mut state = self.waits.lock();
         state.threads -= 1;
@@ -270,7 +278,8 @@ impl<'a> Waiter<'a> {
     }
 }
 
-static WAITS: Waits = Waits::new();
+/// Waits of this process.
+pub(super) static WAITS: Waits = Waits::new();
 static WAITS_FOR_ACCESS: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
