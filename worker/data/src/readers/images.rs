@@ -50,6 +50,9 @@ pub struct ClassImage {
     pub pixels: Vec<u8>,
     /// Index of the class in the reader's list; 0 where predictions are made and it is unknown.
     pub class: usize,
+    /// Path within the source, `cat/1.png`; empty if the source is this image. A column of it tells
+    /// which image a row of predictions is about.
+    pub path: Box<str>,
 }
 
 /// The images of a source.
@@ -181,7 +184,8 @@ impl Images {
         let path = self.path(image);
         let bytes = files::read(&path, 0, files::length(&path)?)?;
         let pixels = shape.decode(&bytes).map_err(|reason| files::malformed(&path, &reason))?;
-        Ok(ClassImage { pixels, class: self.all[image].1 })
+        let (within, class) = &self.all[image];
+        Ok(ClassImage { pixels, class: *class, path: within.clone() })
     }
 
     /// The image that is record `record`.

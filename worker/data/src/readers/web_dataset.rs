@@ -60,6 +60,8 @@ enum Kind {
     /// An integer below this.
     Class(usize),
     Image(Shape),
+    /// The key of the sample, which is in no member.
+    Key,
     Text,
 }
 
@@ -108,6 +110,15 @@ impl WebDataset {
     #[must_use]
     pub fn bytes(self, extensions: &str) -> Self {
         self.member(extensions, Kind::Bytes)
+    }
+
+    /// Adds the key of the sample, which [`Row::text`] returns: the path of its members up to the
+    /// first dot of the file's name. A column of it tells which sample a row of predictions is
+    /// about.
+    #[must_use]
+    pub fn key(mut self) -> Self {
+        self.members.push(Member { extensions: Vec::new(), kind: Kind::Key, is_label: false });
+        self
     }
 
     /// Marks the member that was added last as the label. `elasticdl predict` also reads samples
@@ -178,7 +189,8 @@ impl WebDataset {
         };
         let values = self.members.iter().zip(&sample.parts).map(|(member, part)| {
             let Some(Part { start, bytes }) = *part else {
-                return self.missing(member).ok_or_else(|| wrong(member, "the sample lacks it"));
+                let value = self.missing(member, sample);
+                return value.ok_or_else(|| wrong(member, "the sample lacks it"));
             };
             let content = files::read(path, start, bytes)?;
             member.value(content).map_err(|reason| wrong(member, &reason))
@@ -187,10 +199,11 @@ impl WebDataset {
     }
 
     /// The value of a member that a sample lacks; `None` if it may not.
-    fn missing(&self, member: &Member) -> Option<Value> {
+    fn missing(&self, member: &Member, sample: &Sample) -> Option<Value> {
         let may_lack = member.is_label && self.options.purpose == Purpose::Predict;
-        may_lack.then(|| match member.kind {
+        (may_lack || matches!(member.kind, Kind::Key)).then(|| match member.kind {
             Kind::Class(_) => Value::Class(0),
+            Kind::Key => Value::Text(sample.key.clone()),
             Kind::Text => Value::Text(String::new()),
             Kind::Bytes | Kind::Image(_) => Value::Bytes(Vec::new()),
         })
@@ -200,7 +213,7 @@ impl WebDataset {
     fn check(&self, path: &Path, samples: &[Sample]) -> Result<(), DataError> {
         let lacks = |sample: &&Sample| {
             let mut parts = self.members.iter().zip(&sample.parts);
-            parts.any(|(member, part)| part.is_none() && self.missing(member).is_none())
+            parts.any(|(member, part)| part.is_none() && self.missing(member, sample).is_none())
         };
         let first = samples.iter().find(lacks).or_else(|| samples.first());
         first.map_or(Ok(()), |sample| self.read_sample(path, sample).map(drop))
@@ -223,7 +236,7 @@ impl Member {
                 })
             }
             Kind::Image(shape) => shape.decode(&content).map(Value::Bytes),
-            Kind::Text => text(content).map(Value::Text),
+            Kind::Key | Kind::Text => text(content).map(Value::Text),
         }
     }
 }

@@ -64,8 +64,9 @@ fn images_are_records_with_the_class_of_their_folder() {
     let [file] = &dataset.files[..] else { panic!("{dataset:?}") };
     assert_eq!((&file.path, file.records), (&source, 3));
     let pixels = |first: u8| (0..6).flat_map(|i| [first + i, 0, 7]).collect::<Vec<u8>>();
-    let image = |first, class| ClassImage { pixels: pixels(first), class };
-    let all = [image(90, 0), image(10, 1), image(20, 1)];
+    let image =
+        |first, class, path: &str| ClassImage { pixels: pixels(first), class, path: path.into() };
+    let all = [image(90, 0, "cat/9.PNG"), image(10, 1, "dog/1.png"), image(20, 1, "dog/a/2.png")];
     assert_eq!(reader.read(file, 0..3).unwrap(), all);
     // Another worker's reader.
     assert_eq!(self::reader().read(file, 1..2).unwrap(), all[1..2]);

@@ -69,6 +69,13 @@ fn members_of_one_base_name_are_a_sample() {
         self::reader().read_records(file, &[0, 2]).unwrap(),
         [&rows[..1], &rows[2..]].concat()
     );
+    let mut keyed = WebDataset::new().key().class("cls", 10);
+    let dataset = keyed.describe(&path).unwrap();
+    let rows = keyed.read(&dataset.files[0], 0..2).unwrap();
+    assert_eq!(
+        [0, 1].map(|row| (rows[row].text(0), rows[row].class(1))),
+        [("a/0001", 7), ("a/0002", 0)]
+    );
     let mut raw = WebDataset::new().bytes("seg.png");
     let dataset = raw.describe(&path).unwrap();
     let row = &raw.read(&dataset.files[0], 0..1).unwrap()[0];
