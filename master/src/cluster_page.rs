@@ -42,7 +42,7 @@ impl ClusterPage {
         let read = anchor.read().await?;
         let age = anchor::age(&read.metadata);
         let data = read.data.unwrap_or_default();
-        let unreadable = || Failure::failed("the task in the job's anchor can't be read");
+        let unreadable = || Failure::failed("the job's options in its ConfigMap can't be read");
         let spec = Task::in_anchor(&data).ok_or_else(unreadable)?.job;
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await.map_err(|error| {
             let wanted = "choose another";

@@ -45,6 +45,14 @@ impl Master {
     /// Stops the job at the end of the step.
     pub(super) fn stop(&mut self) {
         let text = match (self.job.unsaved_model(), &self.backend) {
+            (_, WorkerBackend::Processes(_)) if self.job.awaits_ends() => {
+                "the job is over, and waits for its programs to end; Ctrl-C after 2 s ends them at \
+                 once"
+                    .into()
+            }
+            (_, WorkerBackend::Pods(_)) if self.job.awaits_ends() => {
+                "the job is over, and waits for its programs to end".into()
+            }
             // Such a stop ends the waits of the workers.
             (Some(step), _) => format!(
                 "the model of step {step} is not saved yet: the job tries once more, and then ends"

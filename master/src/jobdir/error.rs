@@ -74,8 +74,8 @@ pub enum JobDirError {
     },
     /// A file in it can't be written.
     #[error(
-        "can't write {}: {source}; make it possible, or give a new job another directory with \
-         --job-dir",
+        "can't write {}: {source}; make the file writable, or start the job in another \
+         directory with --job-dir",
         path.display()
     )]
     Write {
@@ -105,7 +105,10 @@ pub enum ResumeError {
         path: PathBuf,
     },
     /// Its master died before it had started a worker, or could not write. Start the job again.
-    #[error("the job in {} left nothing to resume; start it again", path.display())]
+    #[error(
+        "the job in {} has left nothing to resume: it ended before it had a worker; start it again",
+        path.display()
+    )]
     NotPersisted {
         /// Directory of the job.
         path: PathBuf,

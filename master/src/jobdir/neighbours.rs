@@ -66,8 +66,8 @@ pub fn job_around(path: &Path) -> Option<PathBuf> {
     path.ancestors().skip(1).find(|folder| is_job_dir(folder)).map(Path::to_owned)
 }
 
-/// The running jobs in the folder `jobs`, or with a name there. Without a [`Turn`], one that is just
-/// starting may be missing.
+/// The running jobs in the folder `jobs`, or with a name there. Without a [`Turn`], one that is
+/// just starting may be missing.
 #[must_use]
 pub fn running_jobs(jobs: &Path) -> Vec<RunningJob> {
     let entries = fs::read_dir(jobs).into_iter().flatten().flatten();

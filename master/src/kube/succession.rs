@@ -425,4 +425,17 @@ mod tests {
         stop_replacements(&cluster, "j", false).await;
         assert_eq!(limit(), 0);
     }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_job_of_a_deleted_anchor_fails_unless_it_is_being_deleted_too() {
+        let (fake, cluster) = FakeServer::start();
+        for (deleted_at, limit) in [(Value::Null, 4), ("2024-05-01T10:00:00Z".into(), 6)] {
+            let mut left = job(&json!({"backoffLimit": 6}), &json!({"failed": 4}));
+            left["metadata"]["deletionTimestamp"] = deleted_at;
+            fake.put("jobs", "j-master", left);
+            fail_without_anchor(&cluster, "j").await;
+            let job = fake.state().object("jobs", "j-master").unwrap();
+            assert_eq!(job["spec"]["backoffLimit"], limit);
+        }
+    }
 }

@@ -148,7 +148,6 @@ impl<M: Model> Trainer<'_, M> {
         positions: &[RecordRange],
         rows: Option<&mut BatchRows>,
     ) -> Result<f64, String> {
-        let is_program = self.model.as_bridge().is_some();
         let (model, tensors) = (&mut self.model, &mut self.tensors);
         let keys = RecordKeys::new(self.seed, positions);
         // All ranks see a non-finite loss in this rank's header.
@@ -164,11 +163,14 @@ impl<M: Model> Trainer<'_, M> {
             }
         };
         let loss = metrics::reporting(count, || call_user("gradients()", compute));
-        // A program has no such method.
-        let loss = loss.map_err(|error| match error.strip_prefix("gradients() failed: ") {
-            Some(of_program) if is_program => of_program.to_owned(),
+        Ok(loss.map_err(|error| self.in_own_words(error))?.sum_over(count))
+    }
+
+    /// The error of `gradients()`, a method that a program in Python does not have.
+    pub(super) fn in_own_words(&mut self, error: String) -> String {
+        match error.strip_prefix("gradients() failed: ") {
+            Some(own) if self.model.as_bridge().is_some() => own.to_owned(),
             _ => error,
-        })?;
-        Ok(loss.sum_over(count))
+        }
     }
 }

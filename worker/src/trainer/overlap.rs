@@ -68,6 +68,6 @@ impl<M: Model> Trainer<'_, M> {
         };
         self.summed = summed;
         let (loss, took) = computed;
-        Ok((loss?.sum_over(count), took))
+        Ok((loss.map_err(|error| self.in_own_words(error))?.sum_over(count), took))
     }
 }

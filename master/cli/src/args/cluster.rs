@@ -148,7 +148,8 @@ pub(crate) struct ClusterOptions {
     #[arg(long, value_name = "FILE")]
     pub(crate) worker_pod_template: Option<PathBuf>,
 
-    /// Merge such a file into the master's pod; its container is `master`.
+    /// Merge a partial pod, as in --worker-pod-template, into the master's pod; its container is
+    /// named `master`.
     #[arg(long, value_name = "FILE")]
     pub(crate) master_pod_template: Option<PathBuf>,
 }

@@ -64,7 +64,8 @@ pub(crate) struct TrainingData {
     pub(crate) shuffle_buffer: Option<u64>,
 
     /// Seed of all random choices: order of records and initial parameters.
-    #[arg(long, value_name = "N", default_value = "0")]
+    #[arg(long, value_name = "N", default_value = "0", allow_negative_numbers = true,
+          value_parser = values::parse_seed)]
     pub(crate) seed: u64,
 
     #[command(flatten)]
@@ -116,9 +117,9 @@ pub(crate) struct TuningOptions {
 
     /// Number of workers that hold each row of the model's tables, 1 to 3.
     ///
-    /// Up to one worker fewer can be lost at once without any loss of rows; they are on different
-    /// hosts where there are any. Then the group makes new copies while it trains. With 1, the loss
-    /// of a worker takes the group back to the newest checkpoint.
+    /// All but one of these workers can be lost at once without any loss of rows; they are on
+    /// different hosts if the job has several. The group then makes new copies while it trains.
+    /// With 1, the loss of a worker takes the group back to the newest checkpoint.
     #[arg(long, value_name = "N", default_value_t = TABLE_REPLICAS,
           value_parser = clap::value_parser!(u8).range(1..=3))]
     pub(crate) table_replicas: u8,
@@ -146,8 +147,8 @@ pub(crate) struct TuningOptions {
     /// Export only the rows of tables that steps after this one have touched, for a server that has
     /// an earlier export.
     ///
-    /// The other parameters are exported as ever, and --export-best is not affected. Rows that were
-    /// evicted since are not named.
+    /// The other parameters are exported as usual, and --export-best is not affected. Rows that
+    /// were evicted after that step are not listed.
     #[arg(long, value_name = "STEP", requires = "export", value_parser = values::parse_steps)]
     pub(crate) export_changes_since: Option<u64>,
 }

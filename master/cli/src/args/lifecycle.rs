@@ -40,9 +40,10 @@ pub(crate) struct LifecycleOptions {
     #[arg(long, value_name = "DURATION", value_parser = values::parse_timeout)]
     pub(crate) deadline: Option<Duration>,
 
-    /// Time for programs to go on when the job is complete, at least 1s: tests, plots, saved files.
+    /// Time that programs have after the job is complete, for example to test the model or to save
+    /// files; at least 1s.
     ///
-    /// Programs that still run then are ended, and a line says so.
+    /// Programs that still run then are killed, and an event reports this.
     #[arg(long, value_name = "DURATION", default_value = "10min")]
     #[arg(value_parser = values::parse_timeout)]
     pub(crate) end_timeout: Duration,

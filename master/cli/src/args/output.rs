@@ -22,7 +22,7 @@ pub(crate) struct OutputOptions {
     /// With --local the address is that of --listen. In a cluster --metrics-from defines who may
     /// read them; the master's pod and Service name the port `metrics`, and the pod has the usual
     /// prometheus.io annotations.
-    #[arg(long, value_name = "PORT")]
+    #[arg(long, value_name = "PORT", value_parser = values::parse_port)]
     pub(crate) metrics_port: Option<u16>,
 
     /// Serve the job's dashboard, a web page, on this port of 127.0.0.1, or `none`. [default: a
@@ -54,9 +54,9 @@ pub(crate) struct OutputOptions {
     /// Also print PROGRAM's output on standard error, with the worker on each line
     /// (`[worker 2] …`).
     ///
-    /// Without this option the output is only in the workers' logs, but for what `job.print()` of
-    /// Python prints: `elasticdl logs NAME --worker 2`. If a program prints a lot, only a part is
-    /// shown. With `--log-format json` the lines have the kind `output` and the key `worker`.
+    /// Without this option the output is only in the workers' logs (`elasticdl logs NAME --worker
+    /// 2`), except that of Python's `job.print()`. If a program prints a lot, only a part is shown.
+    /// With `--log-format json` the lines have the kind `output` and the key `worker`.
     #[arg(long, conflicts_with_all = ["quiet", "detach", "image"])]
     pub(crate) tee: bool,
 

@@ -129,6 +129,15 @@ pub(crate) fn parse_shard(text: &str) -> Result<u64, String> {
     parse_count(text, "records", SHARD_RECORDS_MAX)
 }
 
+pub(crate) fn parse_seed(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| format!("it must be a whole number from 0 to {}", u64::MAX))
+}
+
+/// Parses a port; 0: a free one.
+pub(crate) fn parse_port(text: &str) -> Result<u16, String> {
+    text.parse().map_err(|_| "it must be a port from 0 (a free one) to 65535".into())
+}
+
 pub(crate) fn parse_timeout(text: &str) -> Result<Duration, String> {
     parse_duration(text, TIMEOUT_MIN, "for example `30s` or `2min`, at least 1s and at most 30days")
 }
@@ -164,12 +173,9 @@ pub(crate) fn parse_memory(text: &str) -> Result<u64, String> {
 }
 
 fn parse_duration(text: &str, min: Duration, wanted: &str) -> Result<Duration, String> {
-    let timeout = humantime::parse_duration(text)
-        .map_err(|e| format!("{e}; it must be a duration, {wanted}"))?;
-    if (min..=TIMEOUT_MAX).contains(&timeout) {
-        Ok(timeout)
-    } else {
-        Err(format!("it must be {wanted}"))
+    match humantime::parse_duration(text) {
+        Ok(duration) if (min..=TIMEOUT_MAX).contains(&duration) => Ok(duration),
+        _ => Err(format!("it must be a duration, {wanted}")),
     }
 }
 

@@ -3,6 +3,7 @@
 mod follow;
 mod page;
 
+use std::fmt::Display;
 use std::time::{Duration, SystemTime};
 
 use elasticdl_master::cluster_page;
@@ -20,7 +21,9 @@ use tokio::runtime::Runtime;
 
 pub(crate) use self::follow::{FollowOutput, detach, follow};
 use super::checkpoint_wait::CheckpointWait;
-use super::handle::{JobHandle, JobLog, WatchOptions, describe_suspension};
+use super::handle::{
+    ENDING, JobHandle, JobLog, WatchOptions, describe_ending, describe_suspension,
+};
 use crate::process::{Failure, new_runtime};
 use crate::render::{JobEnd, Paths, summary_to_table};
 
@@ -72,8 +75,8 @@ impl ClusterHandle {
         match uid {
             Err(error) => error.into(),
             Ok(uid) => Failure::usage(format!(
-                "in a cluster --all is done by: kubectl logs --namespace {} --selector {} --prefix \
-                 --max-log-requests 100{}",
+                "--all is only for jobs of this machine; in a cluster use: kubectl logs \
+                 --namespace {} --selector {} --prefix --max-log-requests 100{}",
                 self.cluster.namespace,
                 objects::worker_selector(&uid.unwrap_or_default()),
                 if follow { " --follow" } else { " --tail -1" }
@@ -87,9 +90,7 @@ impl ClusterHandle {
             let (name, why) = (&self.name, obstacle.as_deref().unwrap_or("is it running?"));
             Failure::failed(format!("the master of {name} has not reported a status yet: {why}"))
         })?;
-        serde_json::from_str(text).map_err(|e| {
-            Failure::failed(format!("the status in the job's anchor can't be read: {e}"))
-        })
+        serde_json::from_str(text).map_err(|error| unreadable("status", &error))
     }
 }
 
@@ -97,18 +98,15 @@ impl JobHandle for ClusterHandle {
     fn ended(&self) -> Result<Option<String>, Failure> {
         let data = self.data()?;
         let Some(json) = data.get(SUMMARY) else { return Ok(None) };
-        let summary = serde_json::from_str(json).map_err(|e| {
-            Failure::failed(format!("the summary in the job's anchor can't be read: {e}"))
-        })?;
+        let summary = serde_json::from_str(json).map_err(|error| unreadable("summary", &error))?;
         Ok(Some(summary_to_table(&summary, Paths::default())))
     }
 
     fn ended_json(&self) -> Result<Option<String>, Failure> {
         let data = self.data()?;
         let Some(json) = data.get(SUMMARY) else { return Ok(None) };
-        let end = JobEnd::parse(json.as_bytes(), anchor::status(&data)).map_err(|e| {
-            Failure::failed(format!("the summary in the job's anchor can't be read: {e}"))
-        })?;
+        let end = JobEnd::parse(json.as_bytes(), anchor::status(&data))
+            .map_err(|error| unreadable("summary", &error))?;
         Ok(Some(end.to_json()))
     }
 
@@ -141,7 +139,10 @@ impl JobHandle for ClusterHandle {
 
     fn watch(&self, options: &WatchOptions) -> Result<u8, Failure> {
         if options.json {
-            return Err(Failure::usage("in a cluster, --watch can't be combined with --json"));
+            return Err(Failure::usage(
+                "in a cluster, --watch can't be combined with --json; run `elasticdl status \
+                 --json` now and then instead",
+            ));
         }
         let output = FollowOutput::default();
         self.runtime.block_on(follow(&self.cluster, &self.name, output))
@@ -158,17 +159,14 @@ impl JobHandle for ClusterHandle {
             let name = &self.name;
             Failure::failed(format!("the job {name} has not ended: `elasticdl status {name}`"))
         })?;
-        let summary = serde_json::from_str(json).map_err(|e| {
-            Failure::failed(format!("the summary in the job's anchor can't be read: {e}"))
-        })?;
+        let summary = serde_json::from_str(json).map_err(|error| unreadable("summary", &error))?;
         Ok(cluster_page::report(summary, &data))
     }
 
     fn scale(&self, num_workers: u32) -> Result<u32, Failure> {
         let data = self.data()?;
         self.check_running(&data)?;
-        let unreadable = || Failure::failed("the task in the job's anchor can't be read");
-        let spec = Task::in_anchor(&data).ok_or_else(unreadable)?.job;
+        let spec = task(&data)?.job;
         spec.check_scale(num_workers).map_err(Failure::usage)?;
         self.runtime.block_on(request(
             &self.cluster,
@@ -210,8 +208,7 @@ impl JobHandle for ClusterHandle {
     fn set_suspended(&self, suspend: bool) -> Result<String, Failure> {
         let data = self.data()?;
         self.check_running(&data)?;
-        let unreadable = || Failure::failed("the task in the job's anchor can't be read");
-        let spec = Task::in_anchor(&data).ok_or_else(unreadable)?.job;
+        let spec = task(&data)?.job;
         if suspend && spec.work.trains() && spec.checkpoints.is_none() {
             return Err(Failure::usage(
                 "this job writes no checkpoints, so its state would be lost: it was started \
@@ -238,9 +235,11 @@ impl JobHandle for ClusterHandle {
         let value = if force { STOP_AT_ONCE } else { "true" };
         self.runtime.block_on(request(&self.cluster, &self.anchor, STOP, value.into()))?;
         let name = &self.name;
-        let away = anchor::status(&data).map_or(0, |status| status.workers_disconnected.len());
+        let status = anchor::status(&data);
+        let away = status.as_ref().map_or(0, |status| status.workers_disconnected.len());
         Ok(match (force, away) {
             (true, _) => format!("{name} is ended at once"),
+            _ if status.is_some_and(|status| status.state == ENDING) => describe_ending(name),
             (false, 0) => format!("{name} stops at the end of its step"),
             (false, away) => format!(
                 "{name} stops when its {away} disconnected workers have returned to the master, \
@@ -281,6 +280,19 @@ impl JobHandle for ClusterHandle {
         let copied = logs::copy(&self.cluster, &self.anchor, &self.name, source, follow, write);
         Ok(self.runtime.block_on(copied)?)
     }
+}
+
+/// The task of the job with this anchor.
+fn task(data: &Data) -> Result<Task, Failure> {
+    Task::in_anchor(data).ok_or_else(|| unreadable("options", &"they are not whole"))
+}
+
+/// The error of what can't be read in the anchor of a job.
+fn unreadable(what: &str, why: &dyn Display) -> Failure {
+    Failure::failed(format!(
+        "can't read the {what} in the job's ConfigMap: {why}; the `elasticdl` that started the job \
+         can, unless somebody has edited it"
+    ))
 }
 
 /// Time without contact after which the status says why it may be.

@@ -85,3 +85,11 @@ pub(super) fn describe_suspension(job: &str, suspend: bool, unchanged: bool) -> 
         (false, true) => format!("{job} is not suspended"),
     }
 }
+
+/// What a request to stop `job` does once it is over, as text.
+pub(super) fn describe_ending(job: &str) -> String {
+    format!("{job} is over, and waits for its programs to end; with --force they are ended at once")
+}
+
+/// The state of a job that is over and waits for its programs.
+pub(super) const ENDING: &str = "ending";

@@ -21,7 +21,9 @@ use elasticdl_proto::{Status, Summary};
 
 use self::connection::{Connection, to_failure};
 use super::checkpoint_wait::CheckpointWait;
-use super::handle::{JobHandle, JobLog, WatchOptions, describe_suspension};
+use super::handle::{
+    ENDING, JobHandle, JobLog, WatchOptions, describe_ending, describe_suspension,
+};
 use crate::process::{Failure, new_runtime, print};
 use crate::render::{JobEnd, Paths, summary_to_table};
 
@@ -172,6 +174,8 @@ impl JobHandle for LocalHandle {
     }
 
     fn stop(&self, force: bool) -> Result<String, Failure> {
+        // A master that does not answer is stopped all the same.
+        let awaits_ends = !force && self.status().is_ok_and(|status| status.state == ENDING);
         let target = jobdir::stop(&self.root).map_err(|error| match error {
             StopError::Lookup(LookupError::NotRunning { .. }) => Failure::failed(error.to_string()),
             StopError::Lookup(error) => Failure::usage(error.to_string()),
@@ -186,6 +190,7 @@ impl JobHandle for LocalHandle {
             return Ok(format!("the job in {root} is ended at once"));
         }
         Ok(match target {
+            StopTarget::Master if awaits_ends => describe_ending(&format!("the job in {root}")),
             StopTarget::Master => format!("the job in {root} stops at the end of its step"),
             StopTarget::Workers(workers) => format!(
                 "the master of the job in {root} is gone; SIGTERM was sent to {workers} of its \

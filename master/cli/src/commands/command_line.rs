@@ -74,7 +74,7 @@ pub(crate) enum Command {
     Evaluate(Box<EvaluateArgs>),
     /// List the jobs of this machine and of the cluster.
     List(ListArgs),
-    /// Print the logs of a job's master or of one of its workers.
+    /// Print the log of a job's master, of one of its workers, or of all workers.
     Logs(LogsArgs),
     /// Write the manual pages of all commands to a folder.
     #[command(hide = true)]

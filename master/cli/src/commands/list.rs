@@ -60,7 +60,7 @@ JSON: an array with an object per job, running ones first, newer ones before old
   namespace             of the cluster; null for a job of this machine
   job, state, has_ended its name; its state, as in `elasticdl status --json`, or `lost` if
                         its master has died; whether it is over
-  reason                what a job in a cluster waits for that has no master; or null
+  reason                what a job without a master waits for, in a cluster; or null
   progress              0 to 1; null if unknown
   workers, workers_desired
                         size of the group; number of workers to keep running; or null

@@ -91,7 +91,7 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
         ),
     );
     if rate.storage_wait_s > 0.0 {
-        let waited = format!("{:.1} s of waits of workers", rate.storage_wait_s);
+        let waited = format!("workers waited for it for {:.1} s in total", rate.storage_wait_s);
         row(out, "storage", &waited);
     }
     let workers = &summary.workers;
@@ -282,19 +282,33 @@ fn row(out: &mut String, name: &str, value: &str) {
     line(out, format!("  {name:<13} {value}").trim_end());
 }
 
-/// One line for each of the first shards: those of a step have one error, which is named once.
+/// One line for the shards of each error, with the first of them: those of a step have one error,
+/// and are single records if the order is shuffled.
 fn write_failed_shards(out: &mut String, failed: &[FailedShard]) {
-    let mut named: Option<&str> = None;
-    for shard in failed.iter().take(FAILED_SHARDS_MAX) {
-        let FailedShard { worker, epoch, file, start, end, error } = shard;
-        let mut what = format!("{file} records {start}..{end} (epoch {epoch}) on worker {worker}");
-        if named != Some(error) {
-            what += &format!(": {error}");
+    let is_one = |a: &FailedShard, b: &FailedShard| {
+        (&a.error, a.worker, a.epoch) == (&b.error, b.worker, b.epoch)
+    };
+    let errors: Vec<_> = failed.chunk_by(is_one).collect();
+    for shards in errors.iter().take(ERRORS_MAX) {
+        let FailedShard { worker, epoch, error, .. } = &shards[0];
+        let mut named: Option<&str> = None;
+        let ranges = shards.iter().take(FAILED_SHARDS_MAX).map(|shard| {
+            let FailedShard { file, start, end, .. } = shard;
+            let range = format!("{start}..{end}");
+            if named.replace(file) == Some(file) {
+                range
+            } else {
+                format!("{file} records {range}")
+            }
+        });
+        let mut what = ranges.collect::<Vec<_>>().join(", ");
+        if let more @ 1.. = shards.len().saturating_sub(FAILED_SHARDS_MAX) {
+            what += &format!(" and {more} more");
         }
-        named = Some(error);
+        what += &format!(" (epoch {epoch}) on worker {worker}: {error}");
         row(out, "failed shard", &one_line(&what));
     }
-    let more = failed.len().saturating_sub(FAILED_SHARDS_MAX);
+    let more: usize = errors.iter().skip(ERRORS_MAX).map(|shards| shards.len()).sum();
     if more > 0 {
         row(out, "", &format!("({more} more are in failed_shards of the summary)"));
     }
@@ -332,6 +346,7 @@ pub(crate) fn membership(record: &MembershipChange) -> String {
 /// Column headings of [`membership`].
 pub(crate) const MEMBERSHIP_COLUMNS: &str = "generation  cause  workers     at step     gap ms";
 const MEMBERSHIPS_MAX: usize = 20;
+const ERRORS_MAX: usize = 4;
 const FAILED_SHARDS_MAX: usize = 4;
 
 #[cfg(test)]
@@ -512,18 +527,29 @@ job mnist: completed after 1.50 s
     fn waits_for_storage_are_shown_if_there_were_any() {
         let throughput = ThroughputSummary { storage_wait_s: 61.25, ..summary().throughput };
         let out = to_table(&Summary { throughput, ..summary() }, Paths::default());
-        assert!(out.contains("\n  storage       61.2 s of waits of workers\n"), "{out}");
+        assert!(
+            out.contains("\n  storage       workers waited for it for 61.2 s in total\n"),
+            "{out}"
+        );
     }
 
     #[test]
-    fn the_first_failed_shards_are_listed_with_one_error() {
-        let shard =
-            |start| FailedShard { start, end: start + 1, ..summary().failed_shards[0].clone() };
-        let failed_shards = (0..9).map(shard).collect();
+    fn each_error_has_a_line_with_the_first_of_its_shards() {
+        let shard = |start: u64, error: &str| FailedShard {
+            start,
+            end: start + 1,
+            error: error.into(),
+            ..summary().failed_shards[0].clone()
+        };
+        let of_a_step = (0..9).map(|start| shard(start, "bad label"));
+        let others = (1..6).map(|number| shard(9, &format!("error {number}")));
+        let failed_shards = of_a_step.chain(others).collect();
         let out = to_table(&Summary { failed_shards, ..summary() }, Paths::default());
-        assert_eq!(out.matches("failed shard").count(), 4, "{out}");
-        assert_eq!(out.matches("bad label").count(), 1, "{out}");
-        assert!(out.contains("(5 more are in failed_shards of the summary)"), "{out}");
+        let lines: Vec<&str> = out.lines().filter(|line| line.contains("failed shard")).collect();
+        let first = "  failed shard  a.csv records 0..1, 1..2, 2..3, 3..4 and 5 more (epoch 0) on \
+                     worker 3: bad label";
+        assert_eq!((lines[0], lines.len()), (first, 4), "{out}");
+        assert!(out.contains("(2 more are in failed_shards of the summary)"), "{out}");
     }
 
     #[test]

@@ -110,8 +110,10 @@ impl Job {
             self.account_for_own_fault(now, place, &format!("{name} {end}"), never_joined, exit);
             let printed = ended.iter().find_map(Launch::printed);
             self.reporting.explain_error(printed);
-            let last = printed.and_then(|lines| lines.lines().last());
-            if let Some(last) = last.filter(|_| never_joined && self.lifecycle.is_running()) {
+            // A panic ends with a note about its backtrace.
+            let is_told = |line: &&str| !line.starts_with("note: ");
+            let last = printed.and_then(|lines| lines.lines().rfind(is_told));
+            if let Some(last) = last.filter(|_| self.lifecycle.is_running()) {
                 self.log_event(format!("the log of {name} ends with: {}", last.trim()));
             }
         } else if is_kill(exit) && !ended.iter().any(Launch::is_killed) {

@@ -254,6 +254,11 @@ impl Job {
         self.await_ends(now, outcome);
     }
 
+    /// Whether the job is over, and waits for its processes to end.
+    pub(crate) fn awaits_ends(&self) -> bool {
+        self.lifecycle.is_ending()
+    }
+
     /// Gives the processes of a job that is over time to end, of which programs have more. Workers
     /// that were no members of a group have nothing to do after it.
     pub(super) fn await_ends(&mut self, now: Time, outcome: Outcome) {

@@ -286,6 +286,13 @@ fn a_program_that_ends_without_joining_is_told_what_to_do_and_started_once() {
     ended(&mut job, 1, Exit::Code(1));
     assert_eq!((error(&job), job.lifecycle.failures()), (None, 1));
     assert!(job.reporting.events().contains(&"the log of worker 1 ends with: two".to_owned()));
+    // So is a panic of one that has joined.
+    let mut job = started(spec(), &[20]);
+    let lines = "thread 'main' panicked at a.rs:5:1:\nno words\nnote: run with `RUST_BACKTRACE=1`";
+    job.handle(at(0), Event::LaunchPrinted { launch: LaunchId(2), lines: lines.into() });
+    ended(&mut job, 2, Exit::Code(101));
+    let told = "the log of worker 2 ends with: no words".to_owned();
+    assert!(job.reporting.events().contains(&told), "{:?}", job.reporting.events());
     // Once the program has joined, a launch that does not is trouble of its own.
     let mut job = started(spec(), &[20]);
     ended(&mut job, 3, Exit::Signal(9));

@@ -12,6 +12,7 @@ use elasticdl_master::kube::master_pods::{MasterPods, MasterStatus};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::Instant;
 
+use super::unreadable;
 use crate::process::{
     Console, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, Failure, cannot, code_of_summary,
     print_line,
@@ -148,9 +149,8 @@ fn code_of(master: u8, state: &str, stop_reason: Option<&str>) -> u8 {
 }
 
 fn end(output: &FollowOutput, text: &str) -> Result<u8, Failure> {
-    let summary: Summary = serde_json::from_str(text).map_err(|e| {
-        Failure::failed(format!("the summary in the job's anchor can't be read: {e}"))
-    })?;
+    let summary: Summary =
+        serde_json::from_str(text).map_err(|error| unreadable("summary", &error))?;
     print_summary(output.console, &summary, Paths::default());
     if let Some(path) = &output.summary {
         jobdir::write_output(path, text.as_bytes())

@@ -93,15 +93,14 @@ impl OpenError {
             {
                 Failure::failed(format!(
                     "the job in {} does not run: its master (process {}) and its workers are \
-                     gone; it goes on from its newest checkpoint by: elasticdl train --resume {0}",
+                     gone; to continue from its newest checkpoint: elasticdl train --resume {0}",
                     root.display(),
                     endpoint.pid
                 ))
             }
             Self::NoAnswer(endpoint) if jobdir::is_abandoned(root) => Failure::failed(format!(
                 "the master of the job in {} (process {}) is gone; its workers continue for a \
-                 while and wait for the next one, which is started by: \
-                 elasticdl train --resume {0}",
+                 while and wait for the next one; to start it: elasticdl train --resume {0}",
                 root.display(),
                 endpoint.pid
             )),

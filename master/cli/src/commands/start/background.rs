@@ -64,12 +64,17 @@ fn run_again(job_dir: &Path, is_quiet: bool, mut added: Vec<OsString>) -> Result
         std::thread::sleep(POLL);
     }
     let job = name_of(job_dir);
+    let commands = [
+        (format!("status {job} --watch"), "shows it until it ends"),
+        (format!("dashboard {job}"), "prints the link of its page"),
+        (format!("stop {job}"), "stops it at the end of its step"),
+    ];
+    let width = commands.iter().map(|(command, _)| command.chars().count()).max().unwrap_or(0);
+    let lines = commands.map(|(command, what)| format!("  elasticdl {command:width$}   {what}\n"));
     print(&format!(
-        "the job in {} runs in the background; its master is process {pid}\n\
-         \x20 elasticdl status {job} --watch   shows it until it ends\n\
-         \x20 elasticdl dashboard {job}   prints the link of its page\n\
-         \x20 elasticdl stop {job}   stops it at the end of its step\n",
-        job_dir.display()
+        "the job in {} runs in the background; its master is process {pid}\n{}",
+        job_dir.display(),
+        lines.concat()
     ))
 }
 
