@@ -84,8 +84,7 @@ impl DeterminismCase {
         let ended = match rate {
             None => setup.command(&fixture).option("checkpoint-dir", "none").run(),
             Some(rate) => {
-                let network = Network::new(3);
-                network.limit_rate(rate);
+                let network = Network::with_rate(3, rate).expect("root makes networks");
                 setup.start_on_hosts(&network, 2, fixture, &[("checkpoint-dir", "none")]).wait()
             }
         };

@@ -1,9 +1,12 @@
-//! Helpers of the benchmarks: their entry point, quantiles and printing.
+//! Helpers of the benchmarks: their entry point and parts, the programs that they measure,
+//! quantiles and printing.
 
 use std::error::Error;
-use std::process::ExitCode;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
 
 use elasticdl::Model;
+use serde_json::{Map, Value, json};
 
 /// Runs a program that is at once a benchmark, the `elasticdl` command and the worker of the
 /// benchmark's jobs: `model` if a job has started it, the command if its first argument is a
@@ -34,6 +37,59 @@ pub fn quantile(values: &mut [f64], part: f64) -> f64 {
     values.sort_by(f64::total_cmp);
     let rank = (values.len() as f64 * part).ceil() as usize;
     values.get(rank.saturating_sub(1)).copied().unwrap_or(0.0)
+}
+
+/// Median and 99th percentile of the values, which it sorts, as an object.
+pub fn spread(values: &mut [f64]) -> Value {
+    json!({ "p50": quantile(values, 0.5), "p99": quantile(values, 0.99) })
+}
+
+/// Measures the parts that are asked for, prints the object of all their keys, and writes it to a
+/// file.
+///
+/// # Errors
+/// A part can't be measured or does not exist, for which `measure` returns `None`; or the file
+/// can't be written.
+pub fn measure_parts(
+    parts: &[String],
+    json: Option<&Path>,
+    mut measure: impl FnMut(&str) -> Result<Option<Value>, Box<dyn Error>>,
+) -> Result<(), Box<dyn Error>> {
+    let mut result = Map::new();
+    for part in parts {
+        let Some(measured) = measure(part)? else {
+            return Err(format!("--only {part}: there is no such part").into());
+        };
+        print(&format!("{part}: {measured}"));
+        if let Value::Object(measured) = measured {
+            result.extend(measured);
+        }
+    }
+    let result = Value::Object(result).to_string();
+    print(&result);
+    json.map_or(Ok(()), |path| Ok(std::fs::write(path, result)?))
+}
+
+/// Builds a program of the workspace in this profile, and returns its path.
+///
+/// # Errors
+/// It can't be built.
+pub fn built(package: &str, name: &str) -> Result<PathBuf, Box<dyn Error>> {
+    let this = std::env::current_exe()?;
+    let folder = this.parent().ok_or("this program is in no folder")?;
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut build = Command::new(cargo);
+    build.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
+    // With those that this program is built with, so that they share what they depend on.
+    build.args(["build", "--quiet", "--package", "elasticdl-tests"]);
+    build.args(["--package", package, "--bin", name]);
+    if !cfg!(debug_assertions) {
+        build.arg("--release");
+    }
+    if !build.status()?.success() {
+        return Err(format!("{name} of {package} can't be built").into());
+    }
+    Ok(folder.join(name))
 }
 
 /// Area under the curve of true by false positives: the probability that a click has a higher score

@@ -1,7 +1,8 @@
 //! Support for the cross-crate tests and benchmarks: jobs as real processes, their data, networks
-//! that can be cut, figures; and the simulation of whole jobs in one thread.
+//! that can be cut, their disturbance, figures; and the simulation of whole jobs in one thread.
 
 mod browser;
+pub mod churn;
 pub mod cluster;
 mod data;
 mod determinism;
@@ -14,6 +15,7 @@ mod page;
 mod process;
 mod proxy;
 mod s3;
+mod schedules;
 pub mod simulation;
 
 pub use browser::Browser;
@@ -22,7 +24,7 @@ pub use data::{
 };
 pub use determinism::DeterminismCase;
 pub use exported_tables::{ExportedRow, exported_rows, touches_without_row};
-pub use figures::{auc, jain, print, quantile, run_benchmark};
+pub use figures::{auc, built, jain, measure_parts, print, quantile, run_benchmark, spread};
 pub use job::{Command, Ended, Running, assert_exactly_once, each_once, once_of, read_summary};
 pub use job_fixture::{JobFixture, KILLS_MAX, Programs};
 pub use network::{Capture, Network, Observed};
@@ -30,3 +32,4 @@ pub use page::Page;
 pub use process::{assert_end, is_alive, send};
 pub use proxy::Proxy;
 pub use s3::{FaultRates, S3};
+pub use schedules::Schedules;

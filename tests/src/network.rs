@@ -34,11 +34,26 @@ impl Network {
     /// This machine or this user can't make one: it needs root and iproute2.
     #[must_use]
     pub fn new(hosts: u8) -> Self {
-        static MADE: AtomicU32 = AtomicU32::new(0);
-        let number = MADE.fetch_add(1, Ordering::Relaxed);
-        let network = Self { name: format!("edl-{}-{number}", std::process::id()), hosts };
+        let network = Self::unmade(hosts);
         network.make().expect("root makes network namespaces with iproute2");
         network
+    }
+
+    /// A network of `hosts` hosts that send at no more than this rate, such as `1gbit`.
+    ///
+    /// # Errors
+    /// As for [`new`](Self::new), or the kernel has no token bucket filter.
+    pub fn with_rate(hosts: u8, rate: &str) -> Result<Self, String> {
+        let network = Self::unmade(hosts);
+        network.make()?;
+        for host in 0..hosts {
+            let namespace = network.namespace(&host.to_string());
+            let qdisc = format!(
+                "-n {namespace} qdisc add dev eth0 root tbf rate {rate} burst 512kb latency 100ms"
+            );
+            run("tc", &qdisc.split(' ').collect::<Vec<_>>())?;
+        }
+        Ok(network)
     }
 
     /// Whether this user may make one.
@@ -100,25 +115,17 @@ impl Network {
         self.rule("del", from, to);
     }
 
-    /// Limits what each host sends to this rate, such as `1gbit`.
-    ///
-    /// # Panics
-    /// The kernel has no token bucket filter.
-    pub fn limit_rate(&self, rate: &str) {
-        for host in 0..self.hosts {
-            let namespace = self.namespace(&host.to_string());
-            let qdisc = format!(
-                "-n {namespace} qdisc add dev eth0 root tbf rate {rate} burst 512kb latency 100ms"
-            );
-            run("tc", &qdisc.split(' ').collect::<Vec<_>>()).expect("the rate can be limited");
-        }
-    }
-
     fn rule(&self, verb: &str, from: u8, to: u8) {
         let (from, to) = (self.address(from), self.address(to));
         let rule =
             format!("-n {} rule {verb} from {from} to {to} blackhole", self.namespace("hub"));
         ip(&rule).expect("rules can be made where namespaces can");
+    }
+
+    fn unmade(hosts: u8) -> Self {
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        let number = MADE.fetch_add(1, Ordering::Relaxed);
+        Self { name: format!("edl-{}-{number}", std::process::id()), hosts }
     }
 
     fn make(&self) -> Result<(), String> {

@@ -4,7 +4,9 @@
 use std::path::Path;
 use std::sync::OnceLock;
 
-use elasticdl_tests::{Command, DeterminismCase, Ended, JobFixture, Programs, send};
+use elasticdl_tests::{
+    Command, DeterminismCase, Ended, JobFixture, Programs, each_once, exported_counts, send,
+};
 use rand::SeedableRng;
 use rand::rngs::ChaCha8Rng;
 use rustix::process::Signal;
@@ -145,6 +147,21 @@ fn all_workers_that_are_lost_resume_from_a_checkpoint() {
     let ended = job.wait();
     ended.assert_exact("after two losses");
     assert!(ended.summary().checkpoints.as_ref().unwrap().restored.len() >= 2, "{}", ended.output);
+}
+
+#[test]
+fn a_step_that_is_not_finite_is_skipped_by_workers_without_its_chunk_too() {
+    let program_options = &["--slots", "--nan-at", "100"];
+    let fixture = JobFixture { program_options, micros_per_record: 0, ..fixture(3) };
+    let export = fixture.path("model.safetensors");
+    let command = fixture.command(1).option("checkpoint-dir", "none").option("export", &export);
+    let ended = command.flag("shard-optimizer").option("on-nonfinite", "skip").run();
+    ended.assert_outcome(0, "completed");
+    let total = fixture.records * fixture.epochs;
+    let summary = ended.summary();
+    assert_eq!((summary.steps_skipped, summary.records), (fixture.epochs, each_once(total)));
+    let counted: f32 = exported_counts(&export).iter().sum();
+    assert_eq!(counted as u64, total - fixture.epochs * fixture.global_batch_size);
 }
 
 #[test]

@@ -5,11 +5,10 @@ use std::error::Error;
 use std::path::Path;
 use std::time::Duration;
 
+use elasticdl_tests::churn::{Bench, DisturbedEnded, now};
 use rustix::process::Signal;
 
 use crate::Arguments;
-use crate::bench::{Bench, Ended};
-use crate::event_log::now;
 
 /// Records committed per second, in alternating windows of one job: undisturbed, disturbed,
 /// undisturbed, …, undisturbed. So other load on the machine affects both.
@@ -27,7 +26,7 @@ pub(crate) struct Goodput {
 impl Goodput {
     /// Kills one worker every two seconds, for `goodput_seconds` in all.
     pub(crate) fn measure(arguments: &Arguments, folder: &Path) -> Result<Self, Box<dyn Error>> {
-        let mut bench = Bench::start(arguments, folder)?;
+        let mut bench = Bench::start(&arguments.job(), folder)?;
         let windows = arguments.goodput_seconds.div_ceil(WINDOW.as_secs()).max(1);
         let kills_each =
             arguments.goodput_seconds.div_ceil(windows).div_ceil(PERIOD.as_secs()).max(1);
@@ -81,7 +80,7 @@ impl Goodput {
 }
 
 /// Records per second of the steps committed in this window.
-fn rate(ended: &Ended, start: Duration, length: Duration) -> f64 {
+fn rate(ended: &DisturbedEnded, start: Duration, length: Duration) -> f64 {
     let steps = ended.logs.steps();
     let within = steps.values().filter(|(at, _)| (start..start + length).contains(at));
     within.map(|(_, records)| *records).sum::<u64>() as f64 / length.as_secs_f64()

@@ -17,9 +17,6 @@
 //! A large state, with a time-out that is much shorter than its transfer: `--workers 2 --params
 //! 134217728 --slots 2 --worker-timeout 300ms --kind join --events 2 --goodput-seconds 0`.
 
-mod bench;
-mod event_log;
-mod events;
 mod goodput;
 mod model;
 mod report;
@@ -28,10 +25,12 @@ use std::error::Error;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Parser, ValueEnum};
+use clap::Parser;
+use elasticdl_tests::churn::{DisturbedJob, Kind, RECORDS_PER_WORKER, disturb};
 use elasticdl_tests::print;
 
 use crate::goodput::Goodput;
+use crate::model::ROWS_PER_RECORD;
 use crate::report::Report;
 
 /// Measure what membership changes cost the other workers.
@@ -71,23 +70,35 @@ struct Arguments {
     json: Option<PathBuf>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Kind {
-    All,
-    Join,
-    Kill,
-    Leave,
-    Stop,
-}
-
-impl Kind {
-    fn name(self) -> &'static str {
-        match self {
-            Self::All => "all",
-            Self::Join => "join",
-            Self::Kill => "kill",
-            Self::Leave => "leave",
-            Self::Stop => "stop",
+impl Arguments {
+    /// The job, which is disturbed when each row has its copies.
+    fn job(&self) -> DisturbedJob {
+        let records = match self.rows {
+            0 => RECORDS,
+            rows => rows.div_ceil(ROWS_PER_RECORD) as usize,
+        };
+        let records = records.min(self.params);
+        let settings = [
+            ("--params", self.params as u64),
+            ("--slots", self.slots as u64),
+            ("--records", records as u64),
+            ("--rows", self.rows),
+        ];
+        let program =
+            settings.into_iter().flat_map(|(name, value)| [name.into(), value.to_string().into()]);
+        let mut options = vec![("table-replicas", self.table_replicas.to_string())];
+        options.extend(self.worker_timeout.iter().map(|time| ("worker-timeout", time.clone())));
+        // An epoch touches all rows.
+        let steps = records as u64 / u64::from(self.workers * RECORDS_PER_WORKER) + 1;
+        let moved = self.rows * ROW_BYTES * 2 / u64::from(self.workers);
+        DisturbedJob {
+            workers: self.workers,
+            program: program.collect(),
+            options,
+            flags: Vec::new(),
+            records: records as u64,
+            first_steps: if self.rows > 0 { steps } else { 0 },
+            rest_steps: REST_STEPS + moved / COPIED_PER_STEP,
         }
     }
 }
@@ -117,7 +128,8 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
     Report::print_head(arguments);
     for kind in [Kind::Kill, Kind::Leave, Kind::Join, Kind::Stop] {
         if [kind, Kind::All].contains(&arguments.kind) {
-            let measured = events::disturb(arguments, kind, &folder.path().join(kind.name()))?;
+            let events = (kind, arguments.events);
+            let measured = disturb(&arguments.job(), events, &folder.path().join(kind.name()))?;
             report.add(kind, measured);
         }
     }
@@ -131,3 +143,11 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
     }
     Ok(())
 }
+
+/// Maximum number of records of an epoch.
+const RECORDS: usize = 1 << 15;
+/// Steps between two events, at least.
+const REST_STEPS: u64 = 8;
+/// Bytes of a row, and of those that a worker receives between two steps.
+const ROW_BYTES: u64 = 84;
+const COPIED_PER_STEP: u64 = 4 << 20;

@@ -9,9 +9,8 @@ use elasticdl::{
     Gradients, Ids, Loss, Model, NamedTensor, RowOptimizer, Table, TableModel, Update, UpdateRule,
     UserError,
 };
+use elasticdl_tests::churn::{Commit, EventWriter, LogEntry};
 use elasticdl_tests::counts_summary;
-
-use crate::event_log::{Commit, Entry, Writer};
 
 /// Arguments of a worker of the benchmark's jobs.
 #[derive(Debug, Parser)]
@@ -48,7 +47,7 @@ pub(crate) struct Counting {
 /// What this worker has computed.
 #[derive(Debug)]
 struct Work {
-    log: Writer,
+    log: EventWriter,
     /// Records whose gradient was computed here and that are in no update yet.
     pending: Vec<usize>,
     /// Number of records that were discarded since the last update.
@@ -64,7 +63,7 @@ impl Counting {
             rows: arguments.rows,
             positions: HashMap::new(),
             work: Rc::new(RefCell::new(Work {
-                log: Writer::create(&arguments.event_logs)?,
+                log: EventWriter::create(&arguments.event_logs)?,
                 pending: Vec::new(),
                 undone: 0,
             })),
@@ -104,7 +103,7 @@ impl Model for Counting {
             gradients[*record as usize] += 1.0;
             work.pending.push(*record as usize);
         }
-        work.log.write(Entry::Computed { records: batch.len() as u64 })?;
+        work.log.write(LogEntry::Computed { records: batch.len() as u64 })?;
         Ok(Loss::Sum(batch.len() as f64))
     }
 
@@ -180,6 +179,6 @@ impl UpdateRule for Adding {
             undone,
             repeated: repeated as u64,
         };
-        Ok(work.log.write(Entry::Committed(commit))?)
+        Ok(work.log.write(LogEntry::Committed(commit))?)
     }
 }

@@ -1,11 +1,11 @@
 //! The benchmark's result, as a table and as JSON.
 
-use elasticdl_tests::{print, quantile};
+use elasticdl_tests::churn::{Kind, Measured, PHASES, Phases};
+use elasticdl_tests::{print, quantile, spread};
 use serde_json::{Map, Value, json};
 
-use crate::events::{Measured, PHASES, Phases};
+use crate::Arguments;
 use crate::goodput::Goodput;
-use crate::{Arguments, Kind};
 
 /// All measurements.
 #[derive(Debug, Default)]
@@ -16,7 +16,7 @@ pub(crate) struct Report {
 
 impl Report {
     pub(crate) fn add(&mut self, kind: Kind, measured: Measured) {
-        print(&measured.line(kind.name()));
+        print(&line(&measured, kind.name()));
         self.kinds.push((kind, measured));
     }
 
@@ -129,60 +129,32 @@ impl Report {
     }
 }
 
-impl Measured {
-    fn line(&self, name: &str) -> String {
-        let gap = |part| quantile(&mut self.gaps.clone(), part);
-        let pair = |values: &[f64]| {
-            let mut values = values.to_vec();
-            format!("{:.1} / {:.1}", quantile(&mut values, 0.5), quantile(&mut values, 1.0))
-        };
-        format!(
-            "{name:<6} {:>6} {:>7.1} {:>7.1} {:>7.1} {:>7.1} {:>15} {:>15} {:>15} {:>5} {:>8} \
-             {:>9}",
-            self.gaps.len(),
-            self.median_step,
-            gap(0.5),
-            gap(0.99),
-            gap(1.0),
-            pair(&self.quiet),
-            pair(&self.switches),
-            pair(&self.latencies),
-            self.steps_lost,
-            self.records_lost,
-            self.records_repeated,
-        )
-    }
-
-    fn json(&self) -> Value {
-        let parts = |phases: &Phases| {
-            let parts = phases.iter().zip(PHASES);
-            parts
-                .map(|(values, name)| (name.to_owned(), json!(quantile(&mut values.clone(), 0.5))))
-                .collect::<Map<_, _>>()
-        };
-        let mut gaps = self.gaps.clone();
-        json!({
-            "events": gaps.len(),
-            "p50_ms": quantile(&mut gaps, 0.5),
-            "p99_ms": quantile(&mut gaps, 0.99),
-            "max_ms": quantile(&mut gaps, 1.0),
-            "steps_lost": self.steps_lost,
-            "median_step_ms": self.median_step,
-            "before_ms": spread(&mut self.quiet.clone()),
-            "switch_ms": spread(&mut self.switches.clone()),
-            "latency_ms": spread(&mut self.latencies.clone()),
-            "phases_p50_ms": parts(&self.phases),
-            "switch_phases_p50_ms": parts(&self.switch_phases),
-        })
-    }
+/// The row of a kind of event.
+fn line(measured: &Measured, name: &str) -> String {
+    let gap = |part| quantile(&mut measured.gaps.clone(), part);
+    let pair = |values: &[f64]| {
+        let mut values = values.to_vec();
+        format!("{:.1} / {:.1}", quantile(&mut values, 0.5), quantile(&mut values, 1.0))
+    };
+    format!(
+        "{name:<6} {:>6} {:>7.1} {:>7.1} {:>7.1} {:>7.1} {:>15} {:>15} {:>15} {:>5} {:>8} \
+         {:>9}",
+        measured.gaps.len(),
+        measured.median_step,
+        gap(0.5),
+        gap(0.99),
+        gap(1.0),
+        pair(&measured.quiet),
+        pair(&measured.switches),
+        pair(&measured.latencies),
+        measured.steps_lost,
+        measured.records_lost,
+        measured.records_repeated,
+    )
 }
 
 fn row(phases: &Phases) -> String {
     phases.iter().map(|values| format!("{:>11.2}", quantile(&mut values.clone(), 0.5))).collect()
-}
-
-fn spread(values: &mut [f64]) -> Value {
-    json!({ "p50": quantile(values, 0.5), "p99": quantile(values, 0.99) })
 }
 
 /// Load average of the machine over the last minute.

@@ -3,11 +3,11 @@
 
 use std::error::Error;
 
-use elasticdl_tests::{Command, auc};
+use elasticdl_tests::{Command, auc, built};
 use serde_json::{Value, json};
 
+use crate::Arguments;
 use crate::speed::ctr;
-use crate::{Arguments, built};
 
 pub(crate) fn measure(arguments: &Arguments) -> Result<Value, Box<dyn Error>> {
     let (elasticdl, ctr) = (built("elasticdl-tests", "elasticdl-under-test")?, ctr()?);

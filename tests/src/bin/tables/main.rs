@@ -21,14 +21,14 @@ mod schedules;
 mod speed;
 
 use std::error::Error;
-use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::path::PathBuf;
+use std::process::ExitCode;
 
 use clap::Parser;
 use elasticdl::{RowOptimizer, Table};
 use elasticdl_tables::{Ids, Member, Owned, RowGradients, Settings, StepCommit};
-use elasticdl_tests::print;
-use serde_json::{Map, Value, json};
+use elasticdl_tests::{measure_parts, print};
+use serde_json::json;
 
 /// Measure tables.
 #[derive(Debug, Parser)]
@@ -76,27 +76,16 @@ fn main() -> ExitCode {
 }
 
 fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
-    let mut result = Map::new();
-    for part in &arguments.only {
-        let measured = match part.as_str() {
+    measure_parts(&arguments.only, arguments.json.as_deref(), |part| {
+        Ok(Some(match part {
             "auc" => auc::measure(arguments)?,
             "memory" => json!({ "bytes_per_row": bytes_per_row(1_000_000)? }),
             "pauses" => pauses::measure(arguments)?,
             "schedules" => schedules::measure(arguments)?,
             "speed" => speed::measure(arguments)?,
-            other => return Err(format!("--only {other}: there is no such part").into()),
-        };
-        print(&format!("{part}: {measured}"));
-        if let Value::Object(measured) = measured {
-            result.extend(measured);
-        }
-    }
-    let result = Value::Object(result).to_string();
-    print(&result);
-    if let Some(path) = &arguments.json {
-        std::fs::write(path, result)?;
-    }
-    Ok(())
+            _ => return Ok(None),
+        }))
+    })
 }
 
 /// Memory per row of a worker that holds this many, in bytes.
@@ -120,23 +109,4 @@ fn bytes_per_row(rows: u64) -> Result<f64, Box<dyn Error>> {
     }
     let size = owned.owned();
     Ok(size.bytes as f64 / size.rows as f64)
-}
-
-/// Builds a program of the workspace in this profile, and returns its path.
-fn built(package: &str, name: &str) -> Result<PathBuf, Box<dyn Error>> {
-    let this = std::env::current_exe()?;
-    let folder = this.parent().ok_or("this program is in no folder")?;
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut build = Command::new(cargo);
-    build.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
-    // With those that this program is built with, so that they share what they depend on.
-    build.args(["build", "--quiet", "--package", "elasticdl-tests"]);
-    build.args(["--package", package, "--bin", name]);
-    if !cfg!(debug_assertions) {
-        build.arg("--release");
-    }
-    if !build.status()?.success() {
-        return Err(format!("{name} of {package} can't be built").into());
-    }
-    Ok(folder.join(name))
 }

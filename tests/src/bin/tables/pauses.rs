@@ -3,10 +3,10 @@
 use std::error::Error;
 use std::process::Command;
 
-use elasticdl_tests::print;
+use elasticdl_tests::{built, print};
 use serde_json::{Value, json};
 
-use crate::{Arguments, built};
+use crate::Arguments;
 
 pub(crate) fn measure(arguments: &Arguments) -> Result<Value, Box<dyn Error>> {
     let rows = (arguments.rows.iter().min(), arguments.rows.iter().max());

@@ -5,10 +5,10 @@ use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use elasticdl_tests::{print, quantile};
+use elasticdl_tests::{built, print, quantile};
 use serde_json::{Value, json};
 
-use crate::{Arguments, built};
+use crate::Arguments;
 
 pub(crate) fn measure(arguments: &Arguments) -> Result<Value, Box<dyn Error>> {
     let programs = [built("elasticdl-tests", "elasticdl-under-test")?, ctr()?];

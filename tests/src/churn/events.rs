@@ -4,43 +4,76 @@ use std::error::Error;
 use std::path::Path;
 use std::time::Duration;
 
+use clap::ValueEnum;
 use elasticdl_proto::{Cause, MembershipChange};
-use elasticdl_tests::quantile;
 use rustix::process::Signal;
+use serde_json::{Map, Value, json};
 
-use crate::bench::{Bench, Ended};
-use crate::event_log::{EventLog, now};
-use crate::{Arguments, Kind};
+use super::bench::{Bench, DisturbedEnded, DisturbedJob};
+use super::event_log::{EventLog, now};
+use crate::{quantile, spread};
+
+/// What happens to workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[expect(missing_docs, reason = "the names say it")]
+pub enum Kind {
+    All,
+    Join,
+    Kill,
+    Leave,
+    Stop,
+}
+
+impl Kind {
+    /// Its name in a result.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::All => "all",
+            Self::Join => "join",
+            Self::Kill => "kill",
+            Self::Leave => "leave",
+            Self::Stop => "stop",
+        }
+    }
+}
 
 /// The cost of the events of one kind. A gap is the time between two commits of one worker, for the
 /// worker that waited longest, less the median step. All times are in milliseconds.
 #[derive(Debug, Default)]
-pub(crate) struct Measured {
-    pub(crate) median_step: f64,
+pub struct Measured {
+    /// Median time between two commits while no event happens.
+    pub median_step: f64,
     /// For each event, the gap of the survivors; for a join, the time from the joiner's start until
     /// it contributes.
-    pub(crate) gaps: Vec<f64>,
+    pub gaps: Vec<f64>,
     /// The longest gap in an equally long time just before each event: the effect of the machine's
     /// other work.
-    pub(crate) quiet: Vec<f64>,
+    pub quiet: Vec<f64>,
     /// The gap when the replacement joins the group; for a join, the gap of the regroup alone.
-    pub(crate) switches: Vec<f64>,
+    pub switches: Vec<f64>,
     /// Time from each joiner's start until a step with its own records was committed.
-    pub(crate) latencies: Vec<f64>,
-    pub(crate) steps_lost: usize,
-    pub(crate) records_lost: u64,
-    pub(crate) records_repeated: u64,
-    /// Parts of the gaps of the events and of the joiners' regroups, as the workers reported them
-    /// to the master.
-    pub(crate) phases: Phases,
-    pub(crate) switch_phases: Phases,
+    pub latencies: Vec<f64>,
+    /// For each event that takes a worker away, the time from it to the first commit of the group
+    /// without that worker.
+    pub recoveries: Vec<f64>,
+    /// See [`DisturbedEnded::steps_lost`].
+    pub steps_lost: usize,
+    /// See [`DisturbedEnded::records_lost_and_repeated`].
+    pub records_lost: u64,
+    /// As above.
+    pub records_repeated: u64,
+    /// Parts of the gaps of the events, as the workers reported them to the master.
+    pub phases: Phases,
+    /// Parts of the gaps of the joiners' regroups.
+    pub switch_phases: Phases,
 }
 
 /// Parts of gaps, over all events: one list for each of [`PHASES`].
-pub(crate) type Phases = [Vec<f64>; PHASES.len()];
+pub type Phases = [Vec<f64>; PHASES.len()];
 
 /// Names of the parts in the summary, without `_ms`.
-pub(crate) const PHASES: [&str; 5] = ["detect", "agree", "connect", "state", "first_step"];
+pub const PHASES: [&str; 5] = ["detect", "agree", "connect", "state", "first_step"];
 
 struct Event {
     at: Duration,
@@ -49,16 +82,19 @@ struct Event {
     victim: Option<u32>,
 }
 
-/// Starts a job in `folder` and disturbs it as often as the arguments say, each time when it is
-/// complete and at rest.
-pub(crate) fn disturb(
-    arguments: &Arguments,
-    kind: Kind,
+/// Starts a job in `folder` and disturbs it `count` times, each time when it is complete and at
+/// rest.
+///
+/// # Errors
+/// The job ends before, or does not recover within three minutes.
+pub fn disturb(
+    job: &DisturbedJob,
+    (kind, count): (Kind, u32),
     folder: &Path,
 ) -> Result<Measured, Box<dyn Error>> {
-    let mut bench = Bench::start(arguments, folder)?;
+    let mut bench = Bench::start(job, folder)?;
     let mut events = Vec::new();
-    for _ in 0..arguments.events {
+    for _ in 0..count {
         events.push(cause(&mut bench, kind)?);
         if kind == Kind::Join {
             bench.scale(0);
@@ -113,10 +149,35 @@ fn cause(bench: &mut Bench, kind: Kind) -> Result<Event, Box<dyn Error>> {
 }
 
 impl Measured {
+    /// The figures as an object.
+    #[must_use]
+    pub fn json(&self) -> Value {
+        let parts = |phases: &Phases| {
+            let parts = phases.iter().zip(PHASES);
+            parts
+                .map(|(values, name)| (name.to_owned(), json!(quantile(&mut values.clone(), 0.5))))
+                .collect::<Map<_, _>>()
+        };
+        let mut gaps = self.gaps.clone();
+        json!({
+            "events": gaps.len(),
+            "p50_ms": quantile(&mut gaps, 0.5),
+            "p99_ms": quantile(&mut gaps, 0.99),
+            "max_ms": quantile(&mut gaps, 1.0),
+            "steps_lost": self.steps_lost,
+            "median_step_ms": self.median_step,
+            "before_ms": spread(&mut self.quiet.clone()),
+            "switch_ms": spread(&mut self.switches.clone()),
+            "latency_ms": spread(&mut self.latencies.clone()),
+            "phases_p50_ms": parts(&self.phases),
+            "switch_phases_p50_ms": parts(&self.switch_phases),
+        })
+    }
+
     fn take(
         &mut self,
         kind: Kind,
-        ended: &Ended,
+        ended: &DisturbedEnded,
         event: &Event,
         before: Duration,
     ) -> Result<(), Box<dyn Error>> {
@@ -159,6 +220,9 @@ impl Measured {
         let time_of = |step: u64| survivors.iter().filter_map(|log| log.time_of(step)).max();
         let to = time_of(to).ok_or("a generation without a step")?;
         self.gaps.push(longest(from, to));
+        if event.victim.is_some() {
+            self.recoveries.push(ms(to.saturating_sub(event.at)));
+        }
         if let Some((step, record)) = switch {
             // The generation of a join is that of the two commits around it; that of another event
             // lasts until the joiner contributes.
@@ -188,7 +252,7 @@ fn take_phases(phases: &mut Phases, record: &MembershipChange) {
 }
 
 /// Workers that were members before the event and after.
-fn survivors<'a>(ended: &'a Ended, event: &Event) -> impl Iterator<Item = &'a EventLog> {
+fn survivors<'a>(ended: &'a DisturbedEnded, event: &Event) -> impl Iterator<Item = &'a EventLog> {
     let (at, until, victim) = (event.at, event.until, event.victim);
     let all = ended.logs.all.values().filter(move |log| Some(log.pid) != victim);
     all.filter(move |log| {
@@ -205,7 +269,7 @@ fn gaps(log: &EventLog, from: Duration, to: Duration) -> impl Iterator<Item = Du
 }
 
 /// Median time of a step while no event happens, in milliseconds.
-fn median_step(ended: &Ended, events: &[Event]) -> f64 {
+fn median_step(ended: &DisturbedEnded, events: &[Event]) -> f64 {
     let starts = std::iter::once(Duration::ZERO).chain(events.iter().map(|event| event.until));
     let ends = events.iter().map(|event| event.at);
     let quiet: Vec<(Duration, Duration)> = starts.zip(ends).collect();

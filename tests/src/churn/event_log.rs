@@ -12,50 +12,64 @@ use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
+use crate::is_alive;
+
 /// An entry of an event log.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Entry {
+pub enum LogEntry {
     /// A step was applied.
     Committed(Commit),
     /// Gradients of this many records were computed.
-    Computed { records: u64 },
+    Computed {
+        /// Their number.
+        records: u64,
+    },
 }
 
 /// One step, as the model of one worker saw it.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Commit {
+pub struct Commit {
     /// From 0.
-    pub(crate) step: u64,
+    pub step: u64,
     /// Number of records over all ranks.
-    pub(crate) records: u64,
+    pub records: u64,
     /// Number of these records that this worker has computed.
-    pub(crate) own: u64,
+    pub own: u64,
     /// Number of records that this worker has computed since the last step and that were discarded.
-    pub(crate) undone: u64,
+    pub undone: u64,
     /// Number of records that were counted out of turn.
-    pub(crate) repeated: u64,
+    pub repeated: u64,
 }
 
 /// The writer of a worker's own event log.
 #[derive(Debug)]
-pub(crate) struct Writer {
+pub struct EventWriter {
     file: File,
 }
 
-impl Writer {
+impl EventWriter {
     /// Creates the event log of this process in `folder`, with the time of the process's start.
-    pub(crate) fn create(folder: &Path) -> io::Result<Self> {
+    ///
+    /// # Errors
+    /// It can't be created, or the system does not tell the time of the start.
+    pub fn create(folder: &Path) -> io::Result<Self> {
         let file = File::create_new(folder.join(std::process::id().to_string()))?;
         let mut writer = Self { file };
         writer.put([BORN, nanoseconds(birth()?), 0, 0, 0, 0, 0])?;
         Ok(writer)
     }
 
-    pub(crate) fn write(&mut self, entry: Entry) -> io::Result<()> {
+    /// Adds an entry with the time of this call.
+    ///
+    /// # Errors
+    /// It can't be written.
+    pub fn write(&mut self, entry: LogEntry) -> io::Result<()> {
         let at = nanoseconds(now());
         self.put(match entry {
-            Entry::Committed(c) => [COMMITTED, at, c.step, c.records, c.own, c.undone, c.repeated],
-            Entry::Computed { records } => [COMPUTED, at, 0, records, 0, 0, 0],
+            LogEntry::Committed(c) => {
+                [COMMITTED, at, c.step, c.records, c.own, c.undone, c.repeated]
+            }
+            LogEntry::Computed { records } => [COMPUTED, at, 0, records, 0, 0, 0],
         })
     }
 
@@ -67,15 +81,16 @@ impl Writer {
 
 /// The event log of one worker, read while it is being written.
 #[derive(Debug)]
-pub(crate) struct EventLog {
-    pub(crate) pid: u32,
+pub struct EventLog {
+    /// Process id of the worker.
+    pub pid: u32,
     /// Time at which its process was started; from the system's records, rounded down to a tick (10
     /// ms).
-    pub(crate) born: Duration,
+    pub born: Duration,
     /// Its commits, with their times.
-    pub(crate) commits: Vec<(Duration, Commit)>,
+    pub commits: Vec<(Duration, Commit)>,
     /// Number of records computed after the last commit.
-    pub(crate) open: u64,
+    pub open: u64,
     /// Whether its process runs.
     is_alive: bool,
     file: File,
@@ -97,29 +112,34 @@ impl EventLog {
     }
 
     /// The first commit with records that the worker has computed itself.
-    pub(crate) fn contribution(&self) -> Option<(Duration, Commit)> {
+    #[must_use]
+    pub fn contribution(&self) -> Option<(Duration, Commit)> {
         self.commits.iter().find(|(_, commit)| commit.own > 0).copied()
     }
 
     /// Whether the worker began to contribute after `at`.
-    pub(crate) fn is_new(&self, at: Duration) -> bool {
+    #[must_use]
+    pub fn is_new(&self, at: Duration) -> bool {
         self.contribution().is_some_and(|(first, _)| first > at)
     }
 
     /// Time at which the worker has last applied `step`.
-    pub(crate) fn time_of(&self, step: u64) -> Option<Duration> {
+    #[must_use]
+    pub fn time_of(&self, step: u64) -> Option<Duration> {
         self.commits.iter().rev().find(|(_, commit)| commit.step == step).map(|(at, _)| *at)
     }
 
     /// Number of steps committed before `at`.
-    pub(crate) fn steps_before(&self, at: Duration) -> u64 {
+    #[must_use]
+    pub fn steps_before(&self, at: Duration) -> u64 {
         let before = self.commits.partition_point(|(committed, _)| *committed < at);
         before.checked_sub(1).map_or(0, |last| self.commits[last].1.step + 1)
     }
 
     /// Steps whose work was lost here: computed and discarded, or applied more than once. What a
     /// joiner does before it contributes costs no other worker a step.
-    pub(crate) fn steps_lost(&self) -> Vec<u64> {
+    #[must_use]
+    pub fn steps_lost(&self) -> Vec<u64> {
         let first = self.commits.iter().position(|(_, commit)| commit.own > 0);
         let commits = &self.commits[first.unwrap_or(self.commits.len())..];
         let undone = commits.iter().filter(|(_, commit)| commit.undone > 0);
@@ -133,7 +153,7 @@ impl EventLog {
             return Ok(());
         }
         // Checked before the file is read, so that the last entries are read too.
-        self.is_alive = elasticdl_tests::is_alive(self.pid);
+        self.is_alive = is_alive(self.pid);
         self.file.read_to_end(&mut self.rest)?;
         let whole = self.rest.len() / ENTRY_BYTES * ENTRY_BYTES;
         let read: Vec<u8> = self.rest.drain(..whole).collect();
@@ -157,19 +177,28 @@ impl EventLog {
 
 /// All event logs of a job.
 #[derive(Debug)]
-pub(crate) struct EventLogs {
-    pub(crate) folder: PathBuf,
-    pub(crate) all: BTreeMap<u32, EventLog>,
+pub struct EventLogs {
+    /// Their folder.
+    pub folder: PathBuf,
+    /// The event logs, by process id.
+    pub all: BTreeMap<u32, EventLog>,
 }
 
 impl EventLogs {
-    pub(crate) fn create(folder: PathBuf) -> io::Result<Self> {
+    /// Creates the folder.
+    ///
+    /// # Errors
+    /// It can't be created.
+    pub fn create(folder: PathBuf) -> io::Result<Self> {
         std::fs::create_dir_all(&folder)?;
         Ok(Self { folder, all: BTreeMap::new() })
     }
 
     /// Reads the entries that were added since the last call.
-    pub(crate) fn refresh(&mut self) -> io::Result<()> {
+    ///
+    /// # Errors
+    /// An event log can't be read.
+    pub fn refresh(&mut self) -> io::Result<()> {
         for entry in std::fs::read_dir(&self.folder)? {
             let entry = entry?;
             if let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok())
@@ -182,12 +211,13 @@ impl EventLogs {
     }
 
     /// Event logs of the processes that ran at the last refresh.
-    pub(crate) fn living(&self) -> impl Iterator<Item = &EventLog> {
+    pub fn living(&self) -> impl Iterator<Item = &EventLog> {
         self.all.values().filter(|log| log.is_alive)
     }
 
     /// Time at which each step was first applied by any worker, with its records.
-    pub(crate) fn steps(&self) -> BTreeMap<u64, (Duration, u64)> {
+    #[must_use]
+    pub fn steps(&self) -> BTreeMap<u64, (Duration, u64)> {
         let mut steps = BTreeMap::new();
         for (at, commit) in self.all.values().flat_map(|log| &log.commits) {
             let first = steps.entry(commit.step).or_insert((*at, commit.records));
@@ -198,7 +228,8 @@ impl EventLogs {
 }
 
 /// Time since the machine's start; the same clock for all processes.
-pub(crate) fn now() -> Duration {
+#[must_use]
+pub fn now() -> Duration {
     since_start(ClockId::Monotonic)
 }
 

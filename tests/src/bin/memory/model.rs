@@ -1,0 +1,123 @@
+//! The model of the jobs: as many parameters as are asked for, and next to no computing.
+
+use std::cell::RefCell;
+use std::fs;
+use std::path::PathBuf;
+use std::rc::Rc;
+use std::time::Duration;
+
+use clap::{Parser, ValueEnum};
+use elasticdl::{
+    AdamW, Gradients, Loss, Model, NamedTensor, Optimizer, Sgd, Update, UpdateRule, UserError,
+};
+use elasticdl_tests::churn::{Commit, EventWriter, LogEntry};
+
+/// A model whose gradient has no zero, so that each page of each buffer is in use.
+#[derive(Debug, Parser)]
+pub(crate) struct Sized {
+    #[arg(long)]
+    parameters: usize,
+    #[arg(long, value_enum, default_value = "adamw")]
+    optimizer: Rule,
+    /// Milliseconds that a gradient takes at least.
+    #[arg(long, default_value_t = 0)]
+    compute_ms: u64,
+    /// Folder of the event logs.
+    #[arg(long)]
+    event_logs: Option<PathBuf>,
+    #[arg(skip)]
+    log: Rc<RefCell<Log>>,
+}
+
+/// The event log of this worker, if it writes one.
+#[derive(Debug, Default)]
+struct Log {
+    writer: Option<EventWriter>,
+    /// Records that this worker has computed since the last step.
+    pending: u64,
+    /// The step of the last update, of which there is one for each chunk of a sharded optimizer.
+    last: Option<u64>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum Rule {
+    Adamw,
+    Sgd,
+}
+
+impl Model for Sized {
+    elasticdl_tests::read_counting_data!();
+
+    fn tensors(&self) -> Vec<NamedTensor> {
+        vec![NamedTensor::new("parameters", [self.parameters])]
+    }
+
+    fn gradients(
+        &mut self,
+        _: &[f32],
+        batch: Vec<u64>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<Loss, UserError> {
+        std::thread::sleep(Duration::from_millis(self.compute_ms));
+        gradients.sum().iter_mut().for_each(|sum| *sum += 1.0);
+        let mut log = self.log.borrow_mut();
+        if let (None, Some(folder)) = (&log.writer, &self.event_logs) {
+            log.writer = Some(EventWriter::create(folder)?);
+        }
+        log.pending += batch.len() as u64;
+        Ok(Loss::Sum(batch.len() as f64))
+    }
+
+    fn optimizer(&self) -> impl UpdateRule {
+        let rule = match self.optimizer {
+            Rule::Adamw => Optimizer::from(AdamW::new(1e-3)),
+            Rule::Sgd => Sgd::new(1e-3).into(),
+        };
+        Logged { rule, log: Rc::clone(&self.log) }
+    }
+
+    /// The resident memory of this process that is not shared, in KiB; nothing if it writes an
+    /// event log.
+    fn summary(&mut self, _: &[f32]) -> Result<Option<String>, UserError> {
+        if self.event_logs.is_some() {
+            return Ok(None);
+        }
+        let status = fs::read_to_string("/proc/self/status")?;
+        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+        Ok(line.map(|line| line.trim().trim_end_matches(" kB").to_owned()))
+    }
+}
+
+/// An optimizer that logs when each step's update begins.
+struct Logged {
+    rule: Optimizer,
+    log: Rc<RefCell<Log>>,
+}
+
+impl UpdateRule for Logged {
+    fn slots(&self) -> usize {
+        self.rule.slots()
+    }
+
+    fn is_elementwise(&self) -> bool {
+        true
+    }
+
+    fn apply(&mut self, update: Update<'_>) -> Result<(), UserError> {
+        let Update { step, records, .. } = update;
+        let Log { writer, pending, last } = &mut *self.log.borrow_mut();
+        if last.replace(step) != Some(step)
+            && let Some(writer) = writer
+        {
+            let own = std::mem::take(pending);
+            writer.write(LogEntry::Committed(Commit {
+                step,
+                records,
+                own,
+                ..Commit::default()
+            }))?;
+        }
+        self.rule.apply(update);
+        Ok(())
+    }
+}

@@ -1,0 +1,10 @@
+//! Jobs whose workers are killed, leave, join and stop, one at a time, and what that costs the
+//! others, from event logs that the workers write.
+
+mod bench;
+mod event_log;
+mod events;
+
+pub use bench::{Bench, DisturbedEnded, DisturbedJob, RECORDS_PER_WORKER};
+pub use event_log::{Commit, EventLog, EventLogs, EventWriter, LogEntry, now};
+pub use events::{Kind, Measured, PHASES, Phases, disturb};
