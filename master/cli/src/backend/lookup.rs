@@ -6,13 +6,33 @@
 
 use std::path::{Path, PathBuf};
 
+use clap::Args;
 use elasticdl_master::jobdir::directory_of;
 use elasticdl_master::kube::client::{Cluster, ClusterChoice};
 
 use super::cluster::ClusterHandle;
 use super::handle::JobHandle;
 use super::local::LocalHandle;
+use crate::args::ClusterTarget;
 use crate::process::Failure;
+
+/// The job that a command is about.
+#[derive(Args, Debug)]
+pub(crate) struct NamedJob {
+    /// Name of the job, or the path of its directory (with a `/`).
+    #[arg(value_name = "JOB")]
+    job: PathBuf,
+
+    #[command(flatten)]
+    target: ClusterTarget,
+}
+
+impl NamedJob {
+    /// Returns a handle to the job.
+    pub(crate) fn find(&self) -> Result<Box<dyn JobHandle>, Failure> {
+        find(&self.job, &self.target.choice())
+    }
+}
 
 /// Returns a handle to the job that the user names.
 pub(crate) fn find(job: &Path, choice: &ClusterChoice) -> Result<Box<dyn JobHandle>, Failure> {

@@ -10,4 +10,4 @@ mod lookup;
 pub(super) use cluster::{FollowOutput, detach, follow};
 pub(super) use handle::{JobLog, WatchOptions};
 pub(super) use list::{cluster_jobs, local_jobs};
-pub(super) use lookup::find;
+pub(super) use lookup::{NamedJob, find};

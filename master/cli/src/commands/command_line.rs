@@ -17,14 +17,14 @@ use super::man::{self, ManArgs};
 use super::master::{self, MasterArgs};
 use super::predict::{self, PredictArgs};
 use super::report::{self, ReportArgs};
-use super::resume::{self, ResumeArgs};
 use super::scale::{self, ScaleArgs};
 use super::status::{self, StatusArgs};
 use super::stop::{self, StopArgs};
-use super::suspend::{self, SuspendArgs};
+use super::suspend;
 use super::train::{self, TrainArgs};
 use super::zoo::{self, ZooArgs};
 use crate::args::{Arguments, PRINT_CONFIG, removed, to_config_file};
+use crate::backend::NamedJob;
 use crate::process::{Failure, print, print_error, print_line};
 
 /// Elastic synchronous training: workers join and leave at any time, and every record counts
@@ -93,7 +93,7 @@ pub(crate) enum Command {
     /// Resume a suspended job: start workers, which continue from its newest checkpoint.
     ///
     /// (A job whose master died is resumed by `elasticdl train --resume`.)
-    Resume(ResumeArgs),
+    Resume(NamedJob),
     /// Change the number of workers of a running job.
     ///
     /// The master starts workers, or releases the newest ones at the end of a step. No step is lost
@@ -108,7 +108,7 @@ pub(crate) enum Command {
     /// The workers end at the end of a step, once a checkpoint of that step is written, so nothing
     /// is trained twice. `elasticdl status` then shows `suspended`; `elasticdl resume` continues.
     /// Evaluate and predict jobs need no checkpoint: unfinished shards are processed again.
-    Suspend(SuspendArgs),
+    Suspend(NamedJob),
     /// Train a model: start a job, show its progress, wait for its end.
     ///
     /// PROGRAM is your training program, built with the elasticdl worker library. It is started
@@ -163,11 +163,11 @@ fn run() -> Result<u8, Failure> {
         Command::Master(args) => master::master(args),
         Command::Predict(args) => predict::predict(*args),
         Command::Report(args) => report::report(&args),
-        Command::Resume(args) => resume::resume(&args),
+        Command::Resume(job) => suspend::set_suspended(&job, false),
         Command::Scale(args) => scale::scale(&args),
         Command::Status(args) => status::status(&args),
         Command::Stop(args) => stop::stop(&args),
-        Command::Suspend(args) => suspend::suspend(&args),
+        Command::Suspend(job) => suspend::set_suspended(&job, true),
         Command::Train(args) => train::train(*args),
         Command::Zoo(args) => zoo::zoo(&args),
     }

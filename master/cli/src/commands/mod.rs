@@ -14,7 +14,6 @@ mod man;
 mod master;
 mod predict;
 mod report;
-mod resume;
 mod scale;
 mod start;
 mod status;

@@ -7,28 +7,23 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use elasticdl_master::jobdir::write_output;
 
-use crate::args::ClusterTarget;
-use crate::backend;
+use crate::backend::NamedJob;
 use crate::process::{Failure, cannot, print};
 
 /// Arguments of `elasticdl report`.
 #[derive(Args, Debug)]
 pub(crate) struct ReportArgs {
-    /// Name of the job, or the path of its directory (with a `/`).
-    #[arg(value_name = "JOB")]
-    pub(crate) job: PathBuf,
-
     /// File to write, or `-` for standard output. The file is self-contained.
     #[arg(long, value_name = "FILE")]
     pub(crate) html: PathBuf,
 
     #[command(flatten)]
-    pub(crate) target: ClusterTarget,
+    pub(crate) job: NamedJob,
 }
 
 /// Writes the report of a job. Returns the exit code.
 pub(super) fn report(args: &ReportArgs) -> Result<u8, Failure> {
-    let report = backend::find(&args.job, &args.target.choice())?.report()?;
+    let report = args.job.find()?.report()?;
     if args.html == Path::new("-") {
         return print(&report);
     }

@@ -1,13 +1,12 @@
 //! `elasticdl status`: the status of a running job, once or until it ends, or the summary of an
 //! ended one.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
 
-use crate::args::{ClusterTarget, parse_interval, parse_timeout};
-use crate::backend::{self, WatchOptions};
+use crate::args::{parse_interval, parse_timeout};
+use crate::backend::{NamedJob, WatchOptions};
 use crate::process::{Failure, print};
 use crate::render::{status_to_json, to_table};
 
@@ -15,10 +14,6 @@ use crate::render::{status_to_json, to_table};
 #[derive(Args, Debug)]
 #[command(after_long_help = AFTER_HELP)]
 pub(crate) struct StatusArgs {
-    /// Name of the job, or the path of its directory (with a `/`).
-    #[arg(value_name = "JOB")]
-    pub(crate) job: PathBuf,
-
     /// Print JSON.
     #[arg(long)]
     pub(crate) json: bool,
@@ -43,7 +38,7 @@ pub(crate) struct StatusArgs {
     pub(crate) master_timeout: Duration,
 
     #[command(flatten)]
-    pub(crate) target: ClusterTarget,
+    pub(crate) job: NamedJob,
 }
 
 const AFTER_HELP: &str = "\
@@ -105,7 +100,7 @@ Exit codes:
 
 /// Prints a job's status. Returns the exit code.
 pub(super) fn status(args: &StatusArgs) -> Result<u8, Failure> {
-    let job = backend::find(&args.job, &args.target.choice())?;
+    let job = args.job.find()?;
     let &StatusArgs { json, interval, master_timeout, .. } = args;
     if args.watch {
         return job.watch(&WatchOptions { interval, master_timeout, json });
