@@ -12,8 +12,6 @@ use std::fmt;
 use std::io::{self, Read as _, Write as _};
 
 use bytes::{Buf as _, Bytes, buf::Reader};
-use serde::de::Error as _;
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use xxhash_rust::xxh3::Xxh3Default;
 
 use crate::limits::{DATASET_FILES_MAX, DATASET_RECORDS_MAX, PATH_BYTES_MAX};
@@ -117,19 +115,6 @@ impl FileList {
     #[must_use]
     pub fn iter(&self) -> Files {
         Files::new(self.packed.clone()).expect("the list was read before")
-    }
-}
-
-/// In its packed form.
-impl Serialize for FileList {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        self.packed[..].serialize(serializer)
-    }
-}
-
-impl<'de> Deserialize<'de> for FileList {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Self::unpack(Vec::deserialize(deserializer)?.into()).map_err(D::Error::custom)
     }
 }
 

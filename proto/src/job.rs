@@ -9,7 +9,7 @@ use crate::ids::WorkerId;
 use crate::limits::{MICRO_BATCHES_MAX, TABLE_REPLICAS};
 
 /// The master's first message on a stream: the worker is admitted.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Welcome {
     /// Id of the worker.
     pub worker: WorkerId,
@@ -21,7 +21,7 @@ pub struct Welcome {
 }
 
 /// The options of a job that concern its workers. Places are paths or URIs, as workers see them.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkerOptions {
     /// Location of the training data, as the program's reader understands it.
     pub training_data: String,

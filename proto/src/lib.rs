@@ -1,9 +1,9 @@
 //! The protocol between a master and its workers: ids, record ranges, the ledger, messages, the
 //! gRPC service.
 //!
-//! **Invariant:** this crate does no I/O and makes no decisions. Encoding and checks are private to
-//! `wire`, which the feature `grpc` adds; both sides, and the user's programs, work with the types
-//! of this crate.
+//! **Invariant:** this crate does no I/O and makes no decisions. The generated types of the schema
+//! are private to `wire`, which the feature `grpc` adds; both sides, and the user's programs, work
+//! with the types of this crate.
 
 pub mod limits;
 #[cfg(feature = "grpc")]

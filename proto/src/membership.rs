@@ -29,7 +29,7 @@ impl Membership {
 }
 
 /// The first message of a worker on its stream.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
     /// Name of the job.
     pub job: String,
@@ -48,7 +48,7 @@ pub struct Hello {
 }
 
 /// Where a worker runs; empty where it is not known.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Location {
     /// Zone of the node.
     pub zone: String,
@@ -59,7 +59,7 @@ pub struct Location {
 }
 
 /// A worker's identity when its stream broke.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Resume {
     /// The worker's id.
     pub worker: WorkerId,
@@ -80,7 +80,7 @@ impl Resume {
 }
 
 /// An operation of the group in which no byte moves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stall {
     /// The ring's generation.
     pub generation: Generation,
@@ -100,7 +100,7 @@ pub struct Stall {
 }
 
 /// Microseconds from a group's last commit to its first one in a new generation.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Phases {
     /// From the last commit until the failure was detected (a link's error, or the arrival of a
     /// membership that aborts the step), or until the switch was agreed.

@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 
 use crate::files::FileList;
 use crate::ids::{Generation, WorkerId};
@@ -27,7 +27,7 @@ use crate::row_touches::{RowTouches, TablesStatus};
 use crate::summary::SkippedRecords;
 
 /// What a worker's heartbeat says.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Heartbeat {
     /// The stalled operation, if the worker waits for its neighbours.
     pub stall: Option<Stall>,
@@ -36,7 +36,7 @@ pub struct Heartbeat {
 }
 
 /// A message from a worker, after its hello.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum WorkerMessage {
     /// Heartbeat of the control thread, whatever the trainer does.
     Heartbeat(Heartbeat),
@@ -66,7 +66,7 @@ pub enum WorkerMessage {
     /// The group has committed more (from its lowest rank).
     Committed(Committed),
     /// The data set as the worker's reader lists it, or why it can't be used.
-    Described(#[serde(deserialize_with = "description")] Result<FileList, String>),
+    Described(Result<FileList, String>),
     /// Records that the data set does not contain; precedes `Described`.
     RecordsSkipped(SkippedRecords),
     /// A shard of an inference job is done: its metrics are summed over its records, or its
@@ -154,19 +154,8 @@ pub enum WorkerMessage {
     },
 }
 
-/// A list that can't be used is an error of the data set.
-fn description<'de, D: Deserializer<'de>>(
-    described: D,
-) -> Result<Result<FileList, String>, D::Error> {
-    let described = Result::<Vec<u8>, String>::deserialize(described)?;
-    Ok(described.and_then(|packed| {
-        FileList::unpack(packed.into())
-            .map_err(|error| format!("the list of the data set's files can't be used: {error}"))
-    }))
-}
-
 /// A message from the master to a worker, after its welcome.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MasterMessage {
     /// Describe the data set.
     Describe,
@@ -197,7 +186,7 @@ pub enum MasterMessage {
 }
 
 /// What became of a checkpoint.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CheckpointNews {
     /// The checkpoint is damaged; the one before it is tried.
     Damaged {
@@ -255,7 +244,7 @@ pub enum CheckpointNews {
 }
 
 /// What a group has committed since its previous report.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Committed {
     /// The group's generation.
     pub generation: Generation,
@@ -288,7 +277,7 @@ pub struct Committed {
 }
 
 /// What a rank did in a step.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RankStep {
     /// Records that it computed.
     pub records: u64,
@@ -305,7 +294,7 @@ pub struct RankStep {
 
 /// Durations of steps on the lowest rank. A group's first step is excluded: it is part of the pause
 /// of the membership change.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepTimes {
     /// Steps that were timed.
     pub steps: u64,

@@ -167,7 +167,6 @@ impl MasterConnector {
             Code::FailedPrecondition | Code::InvalidArgument | Code::Unauthenticated => {
                 refused("refused this worker", &status.message())
             }
-            Code::Unimplemented => refused("is of another release", &status.message()),
             _ => no_answer("no welcome", &causes_of(&status)),
         };
         let endpoint = endpoint(master, environment)

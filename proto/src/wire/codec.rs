@@ -4,18 +4,15 @@ use std::fmt;
 use std::marker::PhantomData;
 
 use bytes::{Buf, BufMut};
-use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
+use prost::Message;
 use tonic::Status as Error;
 use tonic::codec::{DecodeBuf, Decoder, EncodeBuf, Encoder};
 
-use super::check;
-use super::difference::MembershipChange;
 use super::requests::{
     CheckpointReply, CheckpointRequest, JoinRequest, JoinResponse, ScaleReply, ScaleRequest,
     SharedMessage, StatusRequest, SuspendReply, SuspendRequest,
 };
-use crate::job::Welcome;
+use super::{decode, encode, v1};
 use crate::members::Members;
 use crate::message::MasterMessage;
 use crate::status::Status;
@@ -42,102 +39,87 @@ impl<E: Wire, D: Wire> tonic::codec::Codec for Codec<E, D> {
     type Decoder = Receiver<D>;
 
     fn encoder(&mut self) -> Sender<E> {
-        Sender { membership: None, messages: PhantomData }
+        Sender(E::Sent::default())
     }
 
     fn decoder(&mut self) -> Receiver<D> {
-        Receiver { members: Members::default(), messages: PhantomData }
+        Receiver(D::Received::default())
     }
 }
 
 /// Encodes the messages of one stream.
 #[derive(Debug)]
-pub struct Sender<E> {
-    /// The newest membership that was sent.
-    membership: Option<SharedMessage>,
-    messages: PhantomData<fn(E)>,
-}
+pub struct Sender<E: Wire>(E::Sent);
 
 impl<E: Wire> Encoder for Sender<E> {
     type Item = E;
     type Error = Error;
 
     fn encode(&mut self, item: E, buf: &mut EncodeBuf<'_>) -> Result<(), Error> {
-        item.encode(&mut self.membership, buf);
+        item.encode(&mut self.0, buf);
         Ok(())
     }
 }
 
 /// Decodes the messages of one stream.
 #[derive(Debug)]
-pub struct Receiver<D> {
-    /// The members of the newest membership that was received.
-    members: Members,
-    messages: PhantomData<fn() -> D>,
-}
+pub struct Receiver<D: Wire>(D::Received);
 
 impl<D: Wire> Decoder for Receiver<D> {
     type Item = D;
     type Error = Error;
 
     fn decode(&mut self, buf: &mut DecodeBuf<'_>) -> Result<Option<D>, Error> {
-        D::decode(&mut self.members, buf).map(Some)
+        D::decode(&mut self.0, buf).map(Some)
     }
 }
 
 /// A message of the service.
 pub trait Wire: Send + Sized + 'static {
-    /// Appends the encoded message to `buf`, which grows as needed. `sent`: the newest membership
-    /// on its stream.
-    fn encode(self, sent: &mut Option<SharedMessage>, buf: &mut impl BufMut);
+    /// What later messages of a stream refer to, on the side that sends it.
+    type Sent: Default + fmt::Debug + Send + 'static;
+    /// The same, on the side that receives it.
+    type Received: Default + fmt::Debug + Send + 'static;
 
-    /// Decodes a message from all bytes of `buf`. `received`: the members of the newest membership
-    /// on its stream.
+    /// Appends the encoded message to `buf`, which grows as needed. `sent`: of the messages before
+    /// it on its stream.
+    fn encode(self, sent: &mut Self::Sent, buf: &mut impl BufMut);
+
+    /// Decodes a message from all bytes of `buf`. `received`: of the messages before it on its
+    /// stream.
     ///
     /// # Errors
-    /// The bytes are not a message of this type.
-    fn decode(received: &mut Members, buf: &mut impl Buf) -> Result<Self, Error>;
+    /// The bytes are not a message of the schema.
+    fn decode(received: &mut Self::Received, buf: &mut impl Buf) -> Result<Self, Error>;
 }
 
-pub(super) fn put(message: &impl Serialize, buf: &mut impl BufMut) {
-    postcard::to_io(message, buf.writer()).expect("the buffer grows");
+fn read<M: Message + Default>(buf: &mut impl Buf) -> Result<M, Error> {
+    M::decode(buf).map_err(|error| Error::internal(error.to_string()))
 }
 
-fn read<M: DeserializeOwned>(buf: &mut impl Buf) -> Result<M, String> {
-    let bytes = buf.copy_to_bytes(buf.remaining());
-    match postcard::take_from_bytes(&bytes) {
-        Ok((message, [])) => Ok(message),
-        Ok((_, rest)) => Err(format!("a message is followed by {} more bytes", rest.len())),
-        Err(error) => Err(format!("a message can't be decoded: {error}")),
-    }
+fn put(message: &impl Message, buf: &mut impl BufMut) {
+    message.encode(buf).expect("the buffer grows");
 }
 
 impl Wire for JoinRequest {
-    fn encode(self, _sent: &mut Option<SharedMessage>, buf: &mut impl BufMut) {
-        put(&self, buf);
+    type Sent = ();
+    type Received = ();
+
+    fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
+        put(&encode::join_request(self), buf);
     }
 
-    fn decode(_received: &mut Members, buf: &mut impl Buf) -> Result<Self, Error> {
-        let checked = read(buf).and_then(|mut request| {
-            check::join_request(&mut request)?;
-            Ok(request)
-        });
-        Ok(checked.unwrap_or_else(Self::Invalid))
+    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
+        read::<v1::WorkerMessage>(buf).map(decode::join_request)
     }
-}
-
-/// A [`JoinResponse`] as it is sent.
-#[derive(Serialize, Deserialize)]
-pub(super) enum Frame<W, M> {
-    /// A membership with many of the members of the one before on the stream.
-    Change(MembershipChange),
-    /// Any other message after the welcome.
-    Message(M),
-    /// The first message.
-    Welcome(W),
 }
 
 impl Wire for JoinResponse {
+    /// The newest membership.
+    type Sent = Option<SharedMessage>;
+    /// The members of the newest membership.
+    type Received = Members;
+
     fn encode(self, sent: &mut Option<SharedMessage>, buf: &mut impl BufMut) {
         match self {
             Self::Invalid(_) => {}
@@ -148,61 +130,120 @@ impl Wire for JoinResponse {
                     *sent = Some(message);
                 }
             }
-            Self::Welcome(welcome) => put(&Frame::<_, ()>::Welcome(welcome), buf),
+            Self::Welcome(welcome) => put(&encode::welcome(*welcome), buf),
         }
     }
 
     fn decode(received: &mut Members, buf: &mut impl Buf) -> Result<Self, Error> {
-        let checked = read::<Frame<Box<Welcome>, MasterMessage>>(buf).and_then(|frame| {
-            let mut message = match frame {
-                Frame::Change(change) => MasterMessage::Membership(change.apply(received)?),
-                Frame::Message(message) => message,
-                Frame::Welcome(mut welcome) => {
-                    check::options(&mut welcome.options)?;
-                    return Ok(Self::Welcome(welcome));
-                }
-            };
-            check::master_message(&mut message)?;
-            if let MasterMessage::Membership(membership) = &message {
-                *received = membership.members.clone();
-            }
-            Ok(Self::Message(message.into()))
-        });
-        Ok(checked.unwrap_or_else(Self::Invalid))
+        let response = decode::join_response(received, read::<v1::MasterMessage>(buf)?);
+        if let Self::Message(message) = &response
+            && let MasterMessage::Membership(membership) = message.get()
+        {
+            *received = membership.members.clone();
+        }
+        Ok(response)
+    }
+}
+
+impl Wire for StatusRequest {
+    type Sent = ();
+    type Received = ();
+
+    fn encode(self, _sent: &mut (), _: &mut impl BufMut) {}
+
+    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
+        read::<v1::StatusRequest>(buf).map(|_| Self)
     }
 }
 
 impl Wire for Status {
-    fn encode(self, _sent: &mut Option<SharedMessage>, buf: &mut impl BufMut) {
-        serde_json::to_writer(buf.writer(), &self).expect("a status's keys are strings");
+    type Sent = ();
+    type Received = ();
+
+    fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
+        let json = serde_json::to_string(&self).expect("a status's keys are strings");
+        put(&v1::StatusReply { json }, buf);
     }
 
-    fn decode(_received: &mut Members, buf: &mut impl Buf) -> Result<Self, Error> {
-        serde_json::from_slice(&buf.copy_to_bytes(buf.remaining()))
+    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
+        let v1::StatusReply { json } = read(buf)?;
+        serde_json::from_str(&json)
             .map_err(|error| Error::internal(format!("the master's status can't be read: {error}")))
     }
 }
 
-macro_rules! requests_and_replies {
-    ($($message:ty),*) => {$(
-        impl Wire for $message {
-            fn encode(self, _sent: &mut Option<SharedMessage>, buf: &mut impl BufMut) {
-                put(&self, buf);
-            }
+impl Wire for ScaleRequest {
+    type Sent = ();
+    type Received = ();
 
-            fn decode(_received: &mut Members, buf: &mut impl Buf) -> Result<Self, Error> {
-                read(buf).map_err(Error::internal)
-            }
-        }
-    )*};
+    fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
+        put(&v1::ScaleRequest { num_workers: self.num_workers }, buf);
+    }
+
+    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
+        read::<v1::ScaleRequest>(buf).map(|request| Self { num_workers: request.num_workers })
+    }
 }
 
-requests_and_replies!(
-    CheckpointReply,
-    CheckpointRequest,
-    ScaleReply,
-    ScaleRequest,
-    StatusRequest,
-    SuspendReply,
-    SuspendRequest
-);
+impl Wire for ScaleReply {
+    type Sent = ();
+    type Received = ();
+
+    fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
+        put(&v1::ScaleReply { was: self.was }, buf);
+    }
+
+    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
+        read::<v1::ScaleReply>(buf).map(|reply| Self { was: reply.was })
+    }
+}
+
+impl Wire for CheckpointRequest {
+    type Sent = ();
+    type Received = ();
+
+    fn encode(self, _sent: &mut (), _: &mut impl BufMut) {}
+
+    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
+        read::<v1::CheckpointRequest>(buf).map(|_| Self)
+    }
+}
+
+impl Wire for CheckpointReply {
+    type Sent = ();
+    type Received = ();
+
+    fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
+        put(&v1::CheckpointReply { step: self.step }, buf);
+    }
+
+    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
+        read::<v1::CheckpointReply>(buf).map(|reply| Self { step: reply.step })
+    }
+}
+
+impl Wire for SuspendRequest {
+    type Sent = ();
+    type Received = ();
+
+    fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
+        put(&v1::SuspendRequest { suspend: self.suspend }, buf);
+    }
+
+    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
+        read::<v1::SuspendRequest>(buf).map(|request| Self { suspend: request.suspend })
+    }
+}
+
+impl Wire for SuspendReply {
+    type Sent = ();
+    type Received = ();
+
+    fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
+        put(&v1::SuspendReply { unchanged: self.unchanged }, buf);
+    }
+
+    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
+        read::<v1::SuspendReply>(buf).map(|reply| Self { unchanged: reply.unchanged })
+    }
+}

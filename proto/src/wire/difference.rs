@@ -4,51 +4,22 @@
 use std::collections::HashSet;
 use std::net::SocketAddr;
 
-use serde::{Deserialize, Serialize};
-
-use crate::ids::{Generation, WorkerId};
+use crate::ids::WorkerId;
 use crate::members::Members;
-use crate::membership::Membership;
-
-/// A [`Membership`], given the one before.
-#[derive(Serialize, Deserialize)]
-pub(super) struct MembershipChange {
-    generation: Generation,
-    abort: bool,
-    members: Difference,
-}
-
-impl MembershipChange {
-    /// The change from `before` to `after`; `None` where [`Difference::between`] is.
-    pub(super) fn between(before: &Membership, after: &Membership) -> Option<Self> {
-        let members = Difference::between(&before.members, &after.members)?;
-        Some(Self { generation: after.generation, abort: after.abort, members })
-    }
-
-    /// The membership that follows one with the members `before`.
-    ///
-    /// # Errors
-    /// This is no change of `before`; how.
-    pub(super) fn apply(self, before: &Members) -> Result<Membership, String> {
-        let Self { generation, abort, members } = self;
-        let members = members.apply(before).map_err(|why| format!("membership_change.{why}"))?;
-        Ok(Membership { generation, members: members.into(), abort })
-    }
-}
 
 /// What turns the members of one generation into those of another.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Difference {
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Difference {
     /// Ranks among the members before, of those that are no members any more; ascending.
-    left: Vec<u32>,
+    pub(super) left: Vec<u32>,
     /// Members that were none before, with their ranks; ascending.
-    joined: Vec<(u32, (WorkerId, SocketAddr))>,
+    pub(super) joined: Vec<(u32, (WorkerId, SocketAddr))>,
 }
 
 impl Difference {
     /// The difference from `before` to `after`; `None` if members that stay change their order, or
     /// if the whole list is about as short.
-    fn between(before: &Members, after: &Members) -> Option<Self> {
+    pub(super) fn between(before: &Members, after: &Members) -> Option<Self> {
         let members_before: HashSet<_> = before.iter().collect();
         let members_after: HashSet<_> = after.iter().collect();
         let has_left = |(_, member): &(u32, &_)| !members_after.contains(member);
@@ -72,7 +43,7 @@ impl Difference {
     ///
     /// # Errors
     /// This is no difference to `before`; how.
-    fn apply(self, before: &Members) -> Result<Vec<(WorkerId, SocketAddr)>, String> {
+    pub(super) fn apply(self, before: &Members) -> Result<Vec<(WorkerId, SocketAddr)>, String> {
         let Self { left, joined } = self;
         let mut left = left.into_iter().peekable();
         let mut members = Vec::with_capacity(before.len() + joined.len());

@@ -1,18 +1,18 @@
 //! The gRPC service, on the types of this crate.
 //!
-//! Messages are encoded by serde and postcard, without names or numbers of fields: both sides have
-//! the same types. A change of a message is a change of the version of the package in `build.rs`,
-//! so that a peer of another version is refused before it sends a message. Only a [`Status`] is
-//! JSON, which commands of other releases can read.
+//! The generated types of the schema (`proto/elasticdl/v1/master.proto`) stay in this module: the
+//! [`Codec`] converts them where bytes enter and leave.
 //!
-//! **Invariants:** every field of a decoded message is within its limits; a message that is not, or
-//! that can't be decoded, becomes [`JoinRequest::Invalid`] or [`JoinResponse::Invalid`], with the
-//! name of the field and its valid values. So the receiver decides what follows, and a core
-//! receives no message that would be invalid in every state.
+//! **Invariants:** every field of a decoded message is within its limits; a message that is not is
+//! decoded as [`JoinRequest::Invalid`] or [`JoinResponse::Invalid`], with the name of the field and
+//! its valid values. So the receiver decides what follows, and a core receives no message that
+//! would be invalid in every state.
 
-mod check;
 mod codec;
+mod commits;
+mod decode;
 mod difference;
+mod encode;
 mod requests;
 
 pub use codec::{Codec, Receiver, Sender, Wire};
@@ -22,6 +22,19 @@ pub use requests::{
 };
 
 pub use crate::status::Status;
+
+/// The generated messages of the schema.
+#[allow(
+    missing_docs,
+    unnameable_types,
+    unreachable_pub,
+    unused_qualifications,
+    reason = "generated"
+)]
+#[allow(clippy::all, clippy::or_fun_call, clippy::use_self, reason = "generated")]
+mod v1 {
+    tonic::include_proto!("elasticdl.v1");
+}
 
 /// The generated service.
 #[allow(
@@ -33,7 +46,7 @@ pub use crate::status::Status;
 )]
 #[allow(clippy::all, clippy::or_fun_call, clippy::use_self, reason = "generated")]
 mod service {
-    include!(concat!(env!("OUT_DIR"), "/elasticdl.v2.Master.rs"));
+    include!(concat!(env!("OUT_DIR"), "/elasticdl.v1.Master.rs"));
 }
 
 pub use service::{master_client, master_server};

@@ -4,21 +4,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
-use serde::{Deserialize, Serialize};
+use prost::Message as _;
 
-use super::codec::{Frame, put};
-use super::difference::MembershipChange;
+use super::difference::Difference;
+use super::encode;
 use crate::job::Welcome;
 use crate::membership::Hello;
 use crate::message::{MasterMessage, WorkerMessage};
 
 /// What a worker sends on its stream: its hello first, then messages.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum JoinRequest {
     /// The first message.
     Hello(Box<Hello>),
-    /// A received message with a field that is out of its limits, or one that can't be decoded;
-    /// the reason. Never sent.
+    /// A received message with a field that is out of its limits, or of a kind that this version
+    /// does not know; the reason. Never sent.
     Invalid(String),
     /// Any later message.
     Message(WorkerMessage),
@@ -27,8 +27,8 @@ pub enum JoinRequest {
 /// What the master sends on a stream: the welcome first, then messages.
 #[derive(Clone, Debug, PartialEq)]
 pub enum JoinResponse {
-    /// A received message with a field that is out of its limits, or one that can't be decoded;
-    /// the reason. Never sent.
+    /// A received message with a field that is out of its limits, or of a kind that this version
+    /// does not know; the reason. Never sent.
     Invalid(String),
     /// Any later message.
     Message(SharedMessage),
@@ -66,7 +66,8 @@ impl SharedMessage {
     }
 
     pub(super) fn encoded(&self) -> &Bytes {
-        self.0.encoded.get_or_init(|| encoded(&Frame::<(), _>::Message(&self.0.message)))
+        let message = || encode::master_message(&self.0.message).encode_to_vec().into();
+        self.0.encoded.get_or_init(message)
     }
 
     /// The encoded difference to another membership. It is made for one other, which most workers
@@ -76,18 +77,12 @@ impl SharedMessage {
         let difference = || {
             let MasterMessage::Membership(before) = before.get() else { return None };
             let MasterMessage::Membership(after) = self.get() else { return None };
-            let change = MembershipChange::between(before, after)?;
-            Some(encoded(&Frame::<(), ()>::Change(change)))
+            let difference = Difference::between(&before.members, &after.members)?;
+            Some(encode::membership_change(after, difference).encode_to_vec().into())
         };
         let (id, encoded) = self.0.encoded_after.get_or_init(|| (before.0.id, difference()));
         encoded.as_ref().filter(|_| *id == before.0.id)
     }
-}
-
-fn encoded(frame: &impl Serialize) -> Bytes {
-    let mut bytes = Vec::new();
-    put(frame, &mut bytes);
-    bytes.into()
 }
 
 impl From<MasterMessage> for SharedMessage {
@@ -106,43 +101,43 @@ impl PartialEq for SharedMessage {
 }
 
 /// Requests the status of the job.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StatusRequest;
 
 /// Changes the desired number of workers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScaleRequest {
     /// The new number.
     pub num_workers: u32,
 }
 
 /// The reply to a [`ScaleRequest`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScaleReply {
     /// The previous number.
     pub was: u32,
 }
 
 /// Requests a checkpoint from the group; the status reports its completion.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CheckpointRequest;
 
 /// The reply to a [`CheckpointRequest`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CheckpointReply {
     /// Number of committed steps, as last reported; the checkpoint is of a later step.
     pub step: u64,
 }
 
 /// Suspends or resumes the job; the status reports when it is suspended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SuspendRequest {
     /// Whether the job is to be suspended; otherwise it is resumed.
     pub suspend: bool,
 }
 
 /// The reply to a [`SuspendRequest`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SuspendReply {
     /// Whether that was so already.
     pub unchanged: bool,

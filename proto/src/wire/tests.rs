@@ -1,17 +1,18 @@
-//! Tests of the encoding and of the checks.
+//! Tests of the conversions between the schema and the types of this crate.
 
 use std::net::SocketAddr;
 use std::num::{NonZeroU16, NonZeroU64};
 use std::time::Duration;
 
-use super::{JoinRequest, JoinResponse, SharedMessage, Wire};
+use super::v1::worker_message::Kind;
+use super::{JoinRequest, JoinResponse, SharedMessage, Wire as _, decode, encode, v1};
 use crate::files::FileList;
 use crate::ids::{Generation, LaunchId, WorkerId};
 use crate::job::{
     Batch, CheckpointEvery, CheckpointSpec, Format, ValidationSpec, Welcome, WireDtype, Work,
     WorkerOptions,
 };
-use crate::limits::{DATASET_RECORDS_MAX, ERROR_BYTES_MAX, STEPS_MAX, WORKERS_MAX};
+use crate::limits::{DATASET_RECORDS_MAX, ERROR_BYTES_MAX, PATH_BYTES_MAX, STEPS_MAX, WORKERS_MAX};
 use crate::members::Members;
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
@@ -24,74 +25,86 @@ use crate::status::tests::full_status;
 
 mod differences;
 
+fn range(epoch: u32, start: u64, end: u64) -> v1::Range {
+    v1::Range { epoch, start, end }
+}
+
 fn restored(step: u64, row_touches: u64) -> WorkerMessage {
     let (name, differences) = ("step-9".into(), "executable".into());
     WorkerMessage::Checkpoint(CheckpointNews::Restored { step, name, row_touches, differences })
 }
 
-/// What the other side receives.
-fn received<M: Wire>(message: M) -> M {
-    let mut bytes = Vec::new();
-    message.encode(&mut None, &mut bytes);
-    M::decode(&mut Members::default(), &mut &bytes[..]).unwrap()
+fn full_ledger() -> v1::Ledger {
+    v1::Ledger { epochs_complete: 1, ranges: vec![range(1, 2, 5)], repeated_records: 3 }
 }
 
-/// What a master receives, or why it is invalid.
-fn checked(message: WorkerMessage) -> Result<WorkerMessage, String> {
-    match received(JoinRequest::Message(message)) {
+fn described(files: Vec<(&str, u64)>) -> Kind {
+    let files = files
+        .into_iter()
+        .map(|(path, records)| v1::File { path: path.into(), records, version: None })
+        .collect();
+    let dataset = v1::described::Outcome::Dataset(v1::Dataset { files, ..Default::default() });
+    Kind::Described(v1::Described { outcome: Some(dataset) })
+}
+
+fn done(metrics: &[(&str, f64)]) -> Kind {
+    let metrics = metrics.iter().map(|&(name, sum)| (name.into(), sum)).collect();
+    Kind::Done(v1::Done { range: Some(range(0, 0, 8)), metrics })
+}
+
+fn commit() -> v1::Committed {
+    v1::Committed {
+        generation: 4,
+        step: 9,
+        ranges: vec![range(0, 0, 8)],
+        loss_sum: 2.5,
+        records: 8,
+        metrics: [("accuracy".into(), 6.0)].into(),
+        compute_us: vec![10, 20],
+        input_us: vec![1, 2],
+        rank_records: vec![5, 3],
+        checkpoint_us: vec![7, 8],
+        table_bytes: vec![3_000, 4_000],
+        times: Some(v1::StepTimes { steps: 2, step_us: 900, reduce_us: 300 }),
+        steps_skipped: 1,
+        learning_rate: Some(0.5),
+        first_loss: Some(0.75),
+        last_loss: Some(0.25),
+        epoch_step: Some(8),
+        tables: Some(v1::Tables { rows: 30, touches: 64, shards_at_risk: 5 }),
+    }
+}
+
+fn end() -> v1::Finished {
+    v1::Finished {
+        generation: 4,
+        step: 9,
+        digest: u64::MAX,
+        ledger: Some(full_ledger()),
+        records_trained: 8,
+        stopped_early: false,
+        summary: Some("done".into()),
+        failure: Some(v1::FinishedFailure { error: "NaN".into(), ranges: vec![range(0, 0, 8)] }),
+        suspended: true,
+        steps_skipped: 1,
+        exported: true,
+        row_touches: Some(v1::RowTouches { expected: 9, counted: 8 }),
+    }
+}
+
+fn convert(kind: Kind) -> Result<WorkerMessage, String> {
+    match decode::join_request(v1::WorkerMessage { kind: Some(kind) }) {
         JoinRequest::Hello(hello) => panic!("{hello:?}"),
         JoinRequest::Invalid(reason) => Err(reason),
         JoinRequest::Message(message) => Ok(message),
     }
 }
 
-fn full_ledger() -> LedgerReport {
-    let ranges = vec![RecordRange { epoch: 1, start: 2, end: 5 }];
-    LedgerReport { epochs_complete: 1, ranges, repeated: 3 }
-}
-
-fn commit() -> Committed {
-    let rank = |records, compute_us| RankStep {
-        records,
-        compute_us,
-        input_us: 1,
-        checkpoint_us: 7,
-        table_bytes: 3_000,
-    };
-    Committed {
-        generation: Generation(4),
-        step: 9,
-        ranges: vec![RecordRange { epoch: 0, start: 0, end: 8 }],
-        loss_sum: 2.5,
-        records: 8,
-        metrics: [("accuracy".into(), 6.0)].into(),
-        ranks: vec![rank(5, 10), rank(3, 20)],
-        times: StepTimes { steps: 2, step_us: 900, reduce_us: 300 },
-        steps_skipped: 1,
-        learning_rate: Some(0.5),
-        first_loss: Some(0.75),
-        last_loss: Some(0.25),
-        epoch_step: Some(8),
-        tables: Some(Box::new(TablesStatus { rows: 30, touches: 64, shards_at_risk: 5 })),
-    }
-}
-
-fn end() -> Finished {
-    let ranges = vec![RecordRange { epoch: 0, start: 0, end: 8 }];
-    Finished {
-        generation: Generation(4),
-        step: 9,
-        digest: u64::MAX,
-        ledger: full_ledger(),
-        records_trained: 8,
-        stopped_early: true,
-        summary: Some("done".into()),
-        failure: Some(Failure { error: "NaN".into(), ranges }),
-        suspended: true,
-        steps_skipped: 1,
-        exported: true,
-        row_touches: Some(crate::RowTouches { expected: 9, counted: 8 }),
-    }
+/// What the other side receives.
+fn received<M: super::codec::Wire>(message: M) -> M {
+    let mut bytes = Vec::new();
+    message.encode(&mut M::Sent::default(), &mut bytes);
+    M::decode(&mut M::Received::default(), &mut &bytes[..]).unwrap()
 }
 
 fn membership() -> Membership {
@@ -102,27 +115,11 @@ fn membership() -> Membership {
     Membership { generation: Generation(3), members: members.into(), abort: true }
 }
 
-fn hello() -> Hello {
-    Hello {
-        job: "j".into(),
-        launch: LaunchId(7),
-        address: "127.0.0.1:9".parse().unwrap(),
-        pid: 77,
-        resume: Some(Resume {
-            worker: WorkerId(8),
-            membership: Some(membership()),
-            parameters: Some(10),
-            holds_state: true,
-        }),
-        incarnation: 3,
-        location: Location { zone: "z".into(), rack: "r".into(), node: "n".into() },
-    }
-}
-
-fn worker_messages() -> Vec<WorkerMessage> {
+#[test]
+fn every_message_of_a_worker_keeps_every_field() {
     let generation = Generation(4);
     let ranges = vec![RecordRange { epoch: 1, start: 2, end: 5 }];
-    let ledger = full_ledger();
+    let ledger = LedgerReport { epochs_complete: 1, ranges: ranges.clone(), repeated: 3 };
     let phases = Phases {
         detect_us: 1,
         abort_us: 6,
@@ -140,7 +137,7 @@ fn worker_messages() -> Vec<WorkerMessage> {
         since: Duration::from_millis(900),
     };
     let name = || "step-9".to_owned();
-    vec![
+    let messages = [
         WorkerMessage::AllreduceTransport { generation, what: "TCP".into() },
         WorkerMessage::BestExport {
             step: 9,
@@ -165,7 +162,37 @@ fn worker_messages() -> Vec<WorkerMessage> {
         restored(9, 8),
         WorkerMessage::Checkpoint(CheckpointNews::RowsLost { step: 9, shards: 2, row_touches: 7 }),
         WorkerMessage::Checkpoint(CheckpointNews::Saved { step: 9, name: name(), bytes: 7 }),
-        WorkerMessage::Committed(commit()),
+        WorkerMessage::Committed(Committed {
+            generation,
+            step: 9,
+            ranges: ranges.clone(),
+            loss_sum: 2.5,
+            records: 8,
+            metrics: [("accuracy".into(), 6.0)].into(),
+            ranks: vec![
+                RankStep {
+                    records: 5,
+                    compute_us: 10,
+                    input_us: 1,
+                    checkpoint_us: 7,
+                    table_bytes: 3_000,
+                },
+                RankStep {
+                    records: 3,
+                    compute_us: 20,
+                    input_us: 2,
+                    checkpoint_us: 8,
+                    table_bytes: 4_000,
+                },
+            ],
+            times: StepTimes { steps: 2, step_us: 900, reduce_us: 300 },
+            steps_skipped: 1,
+            learning_rate: Some(0.5),
+            first_loss: Some(0.75),
+            last_loss: Some(0.25),
+            epoch_step: Some(8),
+            tables: Some(Box::new(TablesStatus { rows: 30, touches: 64, shards_at_risk: 5 })),
+        }),
         WorkerMessage::Described(Ok(FileList::pack([("a", 3), ("b", 0)]))),
         WorkerMessage::Described(Err("no such file".into())),
         WorkerMessage::RecordsSkipped(crate::SkippedRecords {
@@ -182,7 +209,20 @@ fn worker_messages() -> Vec<WorkerMessage> {
         }),
         WorkerMessage::Diverged { error: "replicas differ".into(), has_majority: true },
         WorkerMessage::Failed { error: "bad".into(), ranges: ranges.clone(), fatal: true },
-        WorkerMessage::Finished(end()),
+        WorkerMessage::Finished(Finished {
+            generation,
+            step: 9,
+            digest: u64::MAX,
+            ledger: ledger.clone(),
+            records_trained: 8,
+            stopped_early: true,
+            summary: Some("done".into()),
+            failure: Some(Failure { error: "NaN".into(), ranges: ranges.clone() }),
+            suspended: true,
+            steps_skipped: 1,
+            exported: true,
+            row_touches: Some(crate::RowTouches { expected: 9, counted: 8 }),
+        }),
         WorkerMessage::Formed { generation, step: 2, ledger },
         WorkerMessage::Heartbeat(Heartbeat::default()),
         WorkerMessage::Heartbeat(Heartbeat { stall: Some(stall), holds_state: true }),
@@ -197,23 +237,40 @@ fn worker_messages() -> Vec<WorkerMessage> {
         },
         WorkerMessage::StorageWait { storage: None, waited: Duration::from_millis(5) },
         WorkerMessage::StorageWait { storage: Some("s3://b".into()), waited: Duration::ZERO },
-    ]
+    ];
+    for message in messages.map(JoinRequest::Message) {
+        assert_eq!(received(message.clone()), message);
+    }
+    let mut hello = Hello {
+        job: "j".into(),
+        launch: LaunchId(7),
+        address: "127.0.0.1:9".parse().unwrap(),
+        pid: 77,
+        resume: None,
+        incarnation: 0,
+        location: Default::default(),
+    };
+    assert_eq!(
+        received(JoinRequest::Hello(hello.clone().into())),
+        JoinRequest::Hello(hello.clone().into())
+    );
+    hello.incarnation = 3;
+    hello.location = Location { zone: "z".into(), rack: "r".into(), node: "n".into() };
+    hello.resume = Some(Resume {
+        worker: WorkerId(8),
+        membership: Some(membership()),
+        parameters: Some(10),
+        holds_state: true,
+    });
+    assert_eq!(
+        received(JoinRequest::Hello(hello.clone().into())),
+        JoinRequest::Hello(hello.into())
+    );
 }
 
 #[test]
-fn every_message_of_a_worker_keeps_every_field() {
-    for message in worker_messages().into_iter().map(JoinRequest::Message) {
-        assert_eq!(received(message.clone()), message);
-    }
-    let first = Hello { resume: None, incarnation: 0, location: Location::default(), ..hello() };
-    for hello in [first, hello()] {
-        let hello = JoinRequest::Hello(hello.into());
-        assert_eq!(received(hello.clone()), hello);
-    }
-}
-
-fn master_messages() -> Vec<MasterMessage> {
-    vec![
+fn every_message_of_a_master_keeps_every_field() {
+    let messages = [
         MasterMessage::Describe,
         MasterMessage::Drain,
         MasterMessage::Fetch(membership().members.to_vec()),
@@ -226,13 +283,8 @@ fn master_messages() -> Vec<MasterMessage> {
         MasterMessage::ReportStacks,
         MasterMessage::Shutdown("the end".into()),
         MasterMessage::Suspend,
-    ]
-}
-
-#[test]
-fn every_message_of_a_master_keeps_every_field() {
-    for message in master_messages() {
-        let message = JoinResponse::Message(message.into());
+    ];
+    for message in messages.map(|message| JoinResponse::Message(message.into())) {
         assert_eq!(received(message.clone()), message);
         // The second worker receives the bytes that were encoded for the first.
         assert_eq!(received(message.clone()), message);
@@ -284,14 +336,14 @@ fn options() -> WorkerOptions {
     }
 }
 
-/// Options with each kind of work, batch and checkpoints.
-fn all_options() -> Vec<WorkerOptions> {
+#[test]
+fn a_welcome_keeps_every_option() {
     let records = NonZeroU64::new(64).unwrap();
     let predict = |format| Work::Predict { model: "/m".into(), output: "/o".into(), format };
     let inference = |work| WorkerOptions { work, validation: None, ..options() };
     let steps = CheckpointEvery::Steps(records);
     let checkpoints = options().checkpoints.map(|spec| CheckpointSpec { every: steps, ..spec });
-    vec![
+    let all = [
         options(),
         WorkerOptions { batch: Batch::Global(records), checkpoints, ..options() },
         WorkerOptions { wire_dtype: WireDtype::Bf16, validation: None, ..options() },
@@ -300,40 +352,12 @@ fn all_options() -> Vec<WorkerOptions> {
         inference(predict(Format::Csv)),
         inference(predict(Format::Jsonl)),
         inference(predict(Format::Parquet)),
-    ]
-}
-
-#[test]
-fn a_welcome_keeps_every_option() {
-    for options in all_options() {
+    ];
+    for options in all {
         let welcome = Welcome { worker: WorkerId(8), incarnation: 3, options };
         let welcome = JoinResponse::Welcome(welcome.into());
         assert_eq!(received(welcome.clone()), welcome);
     }
-}
-
-#[test]
-fn another_encoding_has_another_version() {
-    let mut bytes = Vec::new();
-    for message in worker_messages() {
-        // The bytes of a list of files are those of the compression.
-        if !matches!(message, WorkerMessage::Described(Ok(_))) {
-            JoinRequest::Message(message).encode(&mut None, &mut bytes);
-        }
-    }
-    for message in master_messages() {
-        if !matches!(message, MasterMessage::Prepare(_)) {
-            JoinResponse::Message(message.into()).encode(&mut None, &mut bytes);
-        }
-    }
-    JoinRequest::Hello(hello().into()).encode(&mut None, &mut bytes);
-    for options in all_options() {
-        let welcome = Welcome { worker: WorkerId(8), incarnation: 3, options };
-        JoinResponse::Welcome(welcome.into()).encode(&mut None, &mut bytes);
-    }
-    let digest = xxhash_rust::xxh3::xxh3_64(&bytes);
-    // Where a message changes on purpose, so does the version of the package in `build.rs`.
-    assert_eq!((digest, bytes.len()), (0, 0), "of elasticdl.v2");
 }
 
 #[test]
@@ -344,193 +368,195 @@ fn a_status_keeps_every_field() {
 
 #[test]
 fn a_field_out_of_bounds_is_refused_by_name() {
-    use WorkerMessage as W;
-    let generation = Generation(1);
-    let phases = Phases::default;
-    let formed = |generation, step, ledger| W::Formed { generation, step, ledger };
-    let with_ranges = |epoch, start, end| {
-        W::Committed(Committed { ranges: vec![RecordRange { epoch, start, end }], ..commit() })
-    };
-    let with_times = |times| W::Committed(Committed { times, ..commit() });
-    let with_ranks = |rank, count| {
-        let ranks = vec![rank; count as usize];
-        W::Committed(Committed { ranks, ..commit() })
-    };
-    let endless = StepTimes { reduce_us: u64::MAX, ..StepTimes::default() };
-    let slow = RankStep { input_us: u64::MAX, ..RankStep::default() };
-    let huge = DATASET_RECORDS_MAX;
-    let range = RecordRange { epoch: 0, start: 0, end: 8 };
-    let done = |metrics: &[(&str, f64)]| {
-        let metrics = metrics.iter().map(|&(name, sum)| (name.into(), sum)).collect();
-        W::ShardDone { range, metrics }
-    };
     let names: Vec<String> = (0..300).map(|i| i.to_string()).collect();
     let many: Vec<(&str, f64)> = names.iter().map(|name| (name.as_str(), 1.0)).collect();
-    let stall = Stall {
-        generation: Generation(0),
-        operation: 0,
-        received: 0,
-        sent: 0,
-        waits_for_next: false,
-        since: Duration::ZERO,
-    };
-    let resumed = |step, phases| W::Resumed { generation, step, phases };
-    let (none, error) = (Generation(0), String::new);
-    let over = LedgerReport { epochs_complete: u32::MAX, ..full_ledger() };
+    let endless = v1::StepTimes { reduce_us: u64::MAX, ..v1::StepTimes::default() };
+    let long = "x".repeat(PATH_BYTES_MAX + 1);
+    let huge = DATASET_RECORDS_MAX;
+    let formed = |ledger| Kind::Formed(v1::Formed { generation: 1, step: 1, ledger });
+    let with_ranges = |ranges| Kind::Committed(v1::Committed { ranges, ..commit() });
+    let slow = v1::Phases { state_us: u64::MAX, ..Default::default() };
+    let beat = v1::Heartbeat { stall: Some(v1::Stall::default()), holds_state: false };
     let table = [
-        (W::Ready { parameters: 0 }, "ready.parameters"),
-        (W::Ready { parameters: u64::MAX }, "ready.parameters"),
-        (W::LeaseRequest { shards: 0 }, "lease_request.shards"),
-        (W::LeaseRequest { shards: u64::MAX }, "lease_request.shards"),
-        (W::Reconnected { step: u64::MAX }, "reconnected.step"),
-        (formed(generation, 1, over), "formed.ledger"),
-        (formed(none, 1, full_ledger()), "formed.generation"),
-        (formed(generation, u64::MAX, full_ledger()), "formed.step"),
-        (with_ranges(0, 3, 3), "committed.ranges"),
-        (with_ranges(0, 4, 3), "committed.ranges"),
-        (with_ranges(0, 0, huge + 1), "committed.ranges"),
-        (with_ranges(u32::MAX, 0, 1), "committed.ranges"),
+        (Kind::Hello(v1::Hello::default()), "hello"),
+        (Kind::Described(v1::Described { outcome: None }), "described.outcome"),
+        (described(vec![("", 1)]), "file.path"),
+        (described(vec![(&long, 1)]), "file.path"),
+        (described(vec![("a", huge + 1)]), "file.records"),
+        (described(vec![("a", huge), ("b", 1)]), "records of all files"),
+        (described(vec![("a", u64::MAX), ("b", u64::MAX)]), "file.records"),
+        (Kind::Ready(v1::Ready { parameters: 0 }), "ready.parameters"),
+        (Kind::Ready(v1::Ready { parameters: u64::MAX }), "ready.parameters"),
+        (Kind::LeaseRequest(v1::LeaseRequest { shards: 0 }), "lease_request.shards"),
+        (Kind::LeaseRequest(v1::LeaseRequest { shards: u64::MAX }), "lease_request.shards"),
+        (Kind::Reconnected(v1::Reconnected { step: u64::MAX }), "reconnected.step"),
+        (formed(None), "formed.ledger"),
+        (formed(Some(v1::Ledger { epochs_complete: u32::MAX, ..full_ledger() })), "formed.ledger"),
+        (Kind::Formed(v1::Formed { generation: 0, step: 1, ledger: None }), "formed.generation"),
+        (Kind::Formed(v1::Formed { generation: 1, step: u64::MAX, ledger: None }), "formed.step"),
+        (with_ranges(vec![range(0, 3, 3)]), "committed.ranges"),
+        (with_ranges(vec![range(0, 4, 3)]), "committed.ranges"),
+        (with_ranges(vec![range(0, 0, huge + 1)]), "committed.ranges"),
+        (with_ranges(vec![range(u32::MAX, 0, 1)]), "committed.ranges"),
         (
-            W::Committed(Committed { generation: Generation(u64::MAX), ..commit() }),
+            Kind::Committed(v1::Committed { generation: u64::MAX, ..commit() }),
             "committed.generation",
         ),
-        (W::Committed(Committed { records: u64::MAX, ..commit() }), "committed.records"),
-        (with_ranks(RankStep::default(), WORKERS_MAX + 1), "committed.ranks"),
-        (with_ranks(slow, 1), "committed.ranks.input_us"),
-        (with_times(endless), "times.reduce_us"),
-        (W::ShardDone { range: RecordRange { end: 0, ..range }, metrics: [].into() }, "done.range"),
+        (Kind::Committed(v1::Committed { records: u64::MAX, ..commit() }), "committed.records"),
+        (
+            Kind::Committed(v1::Committed {
+                compute_us: vec![0; WORKERS_MAX as usize + 1],
+                ..commit()
+            }),
+            "committed.compute_us",
+        ),
+        (Kind::Committed(v1::Committed { input_us: vec![1], ..commit() }), "committed: a list"),
+        (Kind::Committed(v1::Committed { times: Some(endless), ..commit() }), "times.reduce_us"),
+        (Kind::Done(v1::Done::default()), "done.range"),
         (done(&[("", 1.0)]), "done.metrics: names"),
         (done(&[("a", f64::NAN)]), "done.metrics: a"),
         (done(&[(&"a".repeat(300), 1.0)]), "done.metrics: names"),
         (done(&many), "done.metrics"),
-        (resumed(0, phases()), "resumed.step"),
-        (resumed(1, Phases { state_us: u64::MAX, ..phases() }), "phases.state_us"),
+        (Kind::Resumed(v1::Resumed { generation: 1, step: 0, phases: None }), "resumed.step"),
+        (Kind::Resumed(v1::Resumed { generation: 1, step: 1, phases: None }), "resumed.phases"),
         (
-            W::Broken { generation: none, suspect: None, error: error(), unreachable: false },
-            "broken.generation",
+            Kind::Resumed(v1::Resumed { generation: 1, step: 1, phases: Some(slow) }),
+            "phases.state_us",
         ),
+        (Kind::Broken(v1::Broken::default()), "broken.generation"),
         (
-            W::AllreduceTransport { generation: none, what: error() },
+            Kind::AllreduceTransport(v1::AllreduceTransport::default()),
             "allreduce_transport.generation",
         ),
-        (W::Heartbeat(Heartbeat { stall: Some(stall), holds_state: false }), "stall.generation"),
-        (W::Finished(Finished { step: u64::MAX, ..end() }), "finished.step"),
+        (Kind::Heartbeat(beat), "stall.generation"),
+        (Kind::Finished(v1::Finished { ledger: None, ..end() }), "finished.ledger"),
+        (Kind::Finished(v1::Finished { step: u64::MAX, ..end() }), "finished.step"),
     ];
     for (message, field) in table {
         let shown = format!("{message:?}").chars().take(200).collect::<String>();
-        let error = checked(message).expect_err(&shown);
+        let error = convert(message).expect_err(&shown);
         assert!(error.contains(field), "{shown}: {error}");
     }
+    assert!(matches!(
+        decode::join_request(v1::WorkerMessage { kind: None }),
+        JoinRequest::Invalid(_)
+    ));
 }
 
 #[test]
 fn a_hello_or_welcome_out_of_bounds_is_refused_by_name() {
-    let hello = |change: &dyn Fn(&mut Hello)| {
-        let mut hello = hello();
+    let hello = |change: fn(&mut v1::Hello)| {
+        let mut hello = v1::Hello {
+            job: "j".into(),
+            launch: 1,
+            address: "127.0.0.1:9".into(),
+            pid: 7,
+            resume: None,
+            location: None,
+        };
         change(&mut hello);
-        match received(JoinRequest::Hello(hello.into())) {
+        match decode::join_request(v1::WorkerMessage { kind: Some(Kind::Hello(hello)) }) {
             JoinRequest::Invalid(reason) => reason,
             other => panic!("{other:?}"),
         }
     };
-    assert!(hello(&|h| h.pid = 0).contains("hello.pid"));
-    for address in ["127.0.0.1:0", "0.0.0.0:9", "[::]:9"] {
-        let reason = hello(&|h| h.address = address.parse().unwrap());
+    assert!(hello(|h| h.pid = 0).contains("hello.pid"));
+    for address in ["", "localhost:9", "127.0.0.1:0", "0.0.0.0:9", "[::]:9"] {
+        let sent = v1::Hello { address: address.into(), pid: 7, ..v1::Hello::default() };
+        let sent = v1::WorkerMessage { kind: Some(Kind::Hello(sent)) };
+        let JoinRequest::Invalid(reason) = decode::join_request(sent) else { panic!("{address}") };
         assert!(reason.contains("hello.address"), "{address}: {reason}");
     }
     // A membership of the workers 1, 2 and so on.
-    let known = |generation, addresses: &[&str]| {
-        let member = |(id, address): (u64, &&str)| (WorkerId(id), address.parse().unwrap());
+    let known = |generation, addresses: &[&str], parameters| {
+        let member =
+            |(worker, address): (u64, &&str)| v1::Member { worker, address: (*address).into() };
         let members = (1..).zip(addresses).map(member).collect();
-        Membership { generation: Generation(generation), members, abort: true }
+        let membership = Some(v1::Membership { generation, members, abort: true });
+        v1::Resume { worker: 3, membership, parameters, ..v1::Resume::default() }
     };
-    let mut twice = known(1, &["127.0.0.1:9", "127.0.0.1:8"]);
-    let first = twice.members[0];
-    twice.members = vec![first, first].into();
+    let mut twice = known(1, &["127.0.0.1:9", "127.0.0.1:8"], None);
+    twice.membership.as_mut().unwrap().members[1].worker = 1;
     let resumes = [
-        (known(u64::MAX, &["127.0.0.1:9"]), 1, "membership.generation"),
-        (known(0, &["127.0.0.1:9"]), 1, "membership.generation"),
-        (known(1, &[]), 1, "membership.members"),
-        (known(1, &["127.0.0.1:0"]), 1, "membership.members"),
-        (twice, 1, "membership.members"),
-        (known(1, &["127.0.0.1:9"]), 0, "resume.parameters"),
+        (known(u64::MAX, &["127.0.0.1:9"], None), "membership.generation"),
+        (known(0, &["127.0.0.1:9"], None), "membership.generation"),
+        (known(1, &[], None), "membership.members"),
+        (known(1, &["127.0.0.1:0"], None), "membership.members"),
+        (twice, "membership.members"),
+        (known(1, &["127.0.0.1:9"], Some(0)), "resume.parameters"),
     ];
-    for (membership, parameters, field) in resumes {
-        let (worker, parameters) = (WorkerId(3), Some(parameters));
-        let membership = Some(membership);
-        let resume = Resume { worker, membership, parameters, holds_state: false };
-        let reason = hello(&|h| h.resume = Some(resume.clone()));
+    for (resume, field) in resumes {
+        let address = "127.0.0.1:9".into();
+        let sent = v1::Hello { address, pid: 7, resume: Some(resume), ..v1::Hello::default() };
+        let sent = v1::WorkerMessage { kind: Some(Kind::Hello(sent)) };
+        let JoinRequest::Invalid(reason) = decode::join_request(sent) else { panic!("{field}") };
         assert!(reason.contains(field), "{field}: {reason}");
     }
-    let welcome = |change: fn(&mut WorkerOptions)| {
-        let mut options = options();
-        change(&mut options);
-        let welcome = Welcome { worker: WorkerId(8), incarnation: 3, options };
-        match received(JoinResponse::Welcome(welcome.into())) {
+    let welcome = |change: fn(&mut v1::Options)| {
+        let sent = Welcome { worker: WorkerId(8), incarnation: 3, options: options() };
+        let Some(v1::master_message::Kind::Welcome(mut sent)) = encode::welcome(sent).kind else {
+            panic!("no welcome")
+        };
+        change(sent.options.as_mut().unwrap());
+        let kind = Some(v1::master_message::Kind::Welcome(sent));
+        match decode::join_response(&Members::default(), v1::MasterMessage { kind }) {
             JoinResponse::Invalid(reason) => reason,
             other => panic!("{other:?}"),
         }
     };
-    let endless = |o: &mut WorkerOptions| o.batch = Batch::Global(NonZeroU64::MAX);
-    assert!(welcome(endless).contains("options.batch"));
+    assert!(welcome(|o| o.batch = None).contains("options.batch"));
+    assert!(welcome(|o| o.batch = Some(v1::options::Batch::GlobalBatchSize(0))).contains("batch"));
     assert!(welcome(|o| o.channels = 17).contains("options.channels"));
-    assert!(welcome(|o| o.table_replicas = 0).contains("options.table_replicas"));
-    let all_of_it =
-        |o: &mut WorkerOptions| o.validation.as_mut().unwrap().split = NonZeroU16::new(1000);
+    assert!(welcome(|o| o.shuffle = None).contains("options.shuffle"));
+    let all_of_it = |o: &mut v1::Options| {
+        let Some(v1::options::Work::Train(train)) = &mut o.work else { panic!("{o:?}") };
+        train.validation.as_mut().unwrap().split_thousandths = 1000;
+    };
     assert!(welcome(all_of_it).contains("validation.split"));
-}
-
-#[test]
-fn bytes_that_are_no_message_are_invalid() {
-    let decode = |mut bytes: &[u8]| JoinRequest::decode(&mut Members::default(), &mut bytes);
-    let mut bytes = Vec::new();
-    JoinRequest::Message(WorkerMessage::Finished(end())).encode(&mut None, &mut bytes);
-    for cut in 0..bytes.len() {
-        let cut = decode(&bytes[..cut]).unwrap();
-        assert!(matches!(&cut, JoinRequest::Invalid(why) if why.contains("decoded")), "{cut:?}");
-    }
-    bytes.push(0);
-    let longer = decode(&bytes).unwrap();
-    assert!(matches!(&longer, JoinRequest::Invalid(why) if why.contains("1 more")), "{longer:?}");
-    let unknown = decode(&[1, 99]).unwrap();
-    assert!(matches!(unknown, JoinRequest::Invalid(_)), "{unknown:?}");
+    let unknown = |o: &mut v1::Options| o.shuffle = Some(v1::Shuffle { mode: 9, buffer: 0 });
+    assert!(welcome(unknown).contains("options.shuffle.mode"));
+    assert!(welcome(|o| o.link_encryption = 9).contains("options.link_encryption"));
+    assert!(welcome(|o| o.work = None).contains("options.work"));
+    assert!(
+        welcome(|o| o.checkpoints.as_mut().unwrap().every = None).contains("checkpoints.every")
+    );
 }
 
 #[test]
 fn a_long_text_is_truncated_at_a_character_boundary() {
     let error = "ä".repeat(ERROR_BYTES_MAX);
-    let failed = checked(WorkerMessage::Failed { error, ranges: Vec::new(), fatal: false });
+    let failed = convert(Kind::Failed(v1::Failed { error, ranges: Vec::new(), fatal: false }));
     let Ok(WorkerMessage::Failed { error, .. }) = failed else { panic!("{failed:?}") };
     assert_eq!(error, format!("{}…", "ä".repeat(ERROR_BYTES_MAX / 2)));
 }
 
 #[test]
 fn checkpoint_reports_are_checked_and_truncated() {
+    use v1::checkpoint_news::Kind as News;
+    let converted = |kind| convert(Kind::Checkpoint(v1::CheckpointNews { kind }));
     let name = "x".repeat(300);
-    let saved = CheckpointNews::Saved { step: 3, name, bytes: 9 };
-    let saved = checked(WorkerMessage::Checkpoint(saved));
+    let saved = converted(Some(News::Saved(v1::CheckpointSaved { step: 3, name, bytes: 9 })));
     let Ok(WorkerMessage::Checkpoint(news)) = saved else { panic!("{saved:?}") };
     let CheckpointNews::Saved { step: 3, name, bytes: 9 } = news else { panic!("{news:?}") };
     assert_eq!(name, format!("{}…", "x".repeat(256)));
-    assert!(
-        checked(restored(STEPS_MAX, 0)).is_ok() && checked(restored(STEPS_MAX + 1, 0)).is_err()
-    );
+    assert!(converted(None).is_err());
+    let restored = |step| {
+        let news = v1::CheckpointRestored { step, name: "n".into(), ..Default::default() };
+        converted(Some(News::Restored(news)))
+    };
+    assert!(restored(STEPS_MAX).is_ok() && restored(STEPS_MAX + 1).is_err());
 }
 
 #[test]
 fn an_evaluation_is_checked() {
-    let evaluated = |n: usize, records| {
-        let metrics = (0..n).map(|i| (format!("{i}{}", "x".repeat(200)), Some(f64::NAN)));
-        checked(WorkerMessage::Evaluated(Evaluated {
-            step: 3,
-            records,
-            metrics: metrics.collect(),
-        }))
+    let metrics =
+        |n: usize| (0..n).map(|i| (format!("{i}{}", "x".repeat(200)), f64::NAN)).collect();
+    let converted = |n, records| {
+        convert(Kind::Evaluated(v1::Evaluated { step: 3, records, metrics: metrics(n) }))
     };
-    let Ok(WorkerMessage::Evaluated(Evaluated { step: 3, metrics, .. })) = evaluated(100, 1) else {
+    let Ok(WorkerMessage::Evaluated(Evaluated { step: 3, metrics, .. })) = converted(100, 1) else {
         panic!()
     };
     assert!(metrics.len() == 100 && metrics.keys().all(|name| name.len() <= 100 + '…'.len_utf8()));
-    assert!(metrics.values().all(Option::is_none));
-    assert!(evaluated(101, 1).is_err() && evaluated(1, 0).is_err());
+    assert!(converted(101, 1).is_err() && converted(1, 0).is_err());
 }

@@ -1,33 +1,38 @@
 //! What is sent packed, or as its difference to the one before.
 
 use super::*;
-use crate::limits::PATH_BYTES_MAX;
 
 #[test]
-fn a_list_of_files_that_cannot_be_used_is_an_error_of_the_data_set() {
-    let path = |i: u64| (format!("/a/long/path/to/some/part-{i:080}"), i);
-    let list = FileList::pack((0..10_000).map(path));
-    let mut bytes = Vec::new();
-    JoinRequest::Message(WorkerMessage::Described(Ok(list.clone()))).encode(&mut None, &mut bytes);
-    assert!(list.bytes() > 1 << 20 && bytes.len() < 1 << 18, "{}", bytes.len());
-    let long_path = "x".repeat(PATH_BYTES_MAX + 1);
-    let huge = DATASET_RECORDS_MAX;
-    for (files, why) in [
-        (vec![("", 1)], "an empty path"),
-        (vec![(&*long_path, 1)], "a path of 4097 bytes"),
-        (vec![("a", huge), ("b", 1)], "more than"),
-        (vec![("a", u64::MAX), ("b", u64::MAX)], "more than"),
-    ] {
-        let described = WorkerMessage::Described(Ok(FileList::pack(files)));
-        let Ok(WorkerMessage::Described(Err(error))) = checked(described) else {
-            panic!("{why}: the list was accepted")
-        };
-        assert!(error.contains("the list of the data set's files can't be used"), "{error}");
-        assert!(error.contains(why), "{error}");
-    }
-    let prepare = MasterMessage::Prepare(FileList::pack([("", 1)]));
-    let prepare = received(JoinResponse::Message(prepare.into()));
-    assert!(matches!(prepare, JoinResponse::Invalid(_)), "{prepare:?}");
+fn a_long_list_of_files_is_sent_packed_and_a_short_one_unpacked() {
+    let list = |files: u64| {
+        FileList::pack((0..files).map(|i| (format!("/a/long/path/to/some/part-{i:080}"), i)))
+    };
+    let sent = |list: &FileList| {
+        let message = WorkerMessage::Described(Ok(list.clone()));
+        match encode::join_request(JoinRequest::Message(message)).kind {
+            Some(Kind::Described(v1::Described {
+                outcome: Some(v1::described::Outcome::Dataset(dataset)),
+            })) => dataset,
+            other => panic!("{other:?}"),
+        }
+    };
+    let short = list(10);
+    assert_eq!((sent(&short).files.len(), sent(&short).packed.len()), (10, 0));
+    let long = list(40_000);
+    assert!(long.bytes() > 4 << 20);
+    let dataset = sent(&long);
+    assert!(dataset.files.is_empty() && dataset.packed.len() < 1 << 20);
+    let described = |dataset| {
+        let outcome = Some(v1::described::Outcome::Dataset(dataset));
+        convert(Kind::Described(v1::Described { outcome })).unwrap()
+    };
+    assert_eq!(described(dataset), WorkerMessage::Described(Ok(long)));
+    // A list that can't be read is reported as an error of the data set.
+    let torn = v1::Dataset { packed: "nonsense".into(), ..v1::Dataset::default() };
+    let WorkerMessage::Described(Err(error)) = described(torn) else {
+        panic!("the list was accepted")
+    };
+    assert!(error.contains("the list of the data set's files can't be used"), "{error}");
 }
 
 #[test]
@@ -48,11 +53,11 @@ fn a_membership_is_sent_as_its_difference_to_the_one_before_on_the_stream() {
         assert_eq!(JoinResponse::decode(&mut received, &mut &bytes[..]).unwrap(), shared);
     }
     // The last two have too little in common.
-    assert!(sizes[0] > 800 && sizes[1] < 10 && sizes[2] < 20 && sizes[3] > 600, "{sizes:?}");
+    assert!(sizes[0] > 1500 && sizes[1] < 20 && sizes[2] < 50 && sizes[3] > 1000, "{sizes:?}");
     // A stream on which the one before was not sent gets all members.
     let (mut bytes, shared) = (Vec::new(), JoinResponse::Message(messages[2].clone()));
     shared.encode(&mut Some(messages[0].clone()), &mut bytes);
-    assert!(bytes.len() > 800, "{}", bytes.len());
+    assert!(bytes.len() > 1500, "{}", bytes.len());
     // A difference to members that the worker does not have is an error that says so.
     let mut bytes = Vec::new();
     let shared = JoinResponse::Message(messages[1].clone());
