@@ -83,7 +83,6 @@ pub use error::{CollectiveError, FetchError};
 pub use exit::{exit_at_once, exit_at_once_at_end};
 pub use group::endpoint::{Endpoint, EndpointOptions};
 pub use group::host_group::{EncryptedLinks, HostGroup, Transport};
-pub use group::local::{LocalFence, LocalRank};
 pub use group::spec::{GroupSpec, MEMBERS_MAX, Member};
 pub use huge_pages::zeros;
 pub use net::encryption::LinkEncryption;

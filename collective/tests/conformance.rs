@@ -7,10 +7,11 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+use elasticdl_collective::testing::LocalRank;
 use elasticdl_collective::testing::conformance::{Group, Rank};
 use elasticdl_collective::{
     Communicator, EncryptedLinks, Endpoint, EndpointOptions, GroupSpec, HostGroup, LinkEncryption,
-    LocalRank, Member, Secret, Transport, WireDtype,
+    Member, Secret, Transport, WireDtype,
 };
 
 #[macro_use]

@@ -343,7 +343,7 @@ pub(crate) fn last_bucket(len: usize, bucket: usize) -> Option<usize> {
 
 #[cfg(test)]
 mod tests {
-    use elasticdl_collective::LocalRank;
+    use elasticdl_collective::testing::LocalRank;
 
     use super::*;
 

@@ -4,6 +4,5 @@ pub(crate) mod attempt;
 pub(crate) mod endpoint;
 pub(crate) mod exchange;
 pub(crate) mod host_group;
-pub(crate) mod local;
 pub(crate) mod pairs;
 pub(crate) mod spec;

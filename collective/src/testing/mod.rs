@@ -1,9 +1,10 @@
 //! What only tests, benchmarks and simulations need. Not for users, except for
-//! [`conformance`], which any backend can run.
+//! [`conformance`], which any backend can run, and [`LocalRank`], for tests without sockets.
 
 pub mod conformance;
 #[doc(hidden)]
 pub mod fuzzing;
+mod local;
 
 #[doc(hidden)]
 pub use crate::algorithm::schedule;
@@ -17,3 +18,4 @@ pub use crate::device::nccl::raw::RawCommunicator;
 pub use crate::net::admission;
 #[doc(hidden)]
 pub use crate::net::handshake::Purpose;
+pub use local::{LocalFence, LocalRank};

@@ -131,7 +131,7 @@ fn gradients_equal_finite_differences() {
 fn a_backward_pass_in_segments_computes_the_same_gradient() {
     let (mut model, parameters) = start(1);
     let (loss, whole) = gradients(&mut model, &parameters, records());
-    let mut ring = elasticdl_collective::LocalRank::group(1, 1).remove(0);
+    let mut ring = elasticdl_collective::testing::LocalRank::group(1, 1).remove(0);
     // The segments that use each parameter are known from the second pass on.
     for early in [0, 6] {
         let (mut gradient, mut sums) = (vec![0.0; whole.len()], vec![0.0; whole.len()]);

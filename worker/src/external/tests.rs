@@ -8,7 +8,7 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Duration;
 
-use elasticdl_collective::LocalRank;
+use elasticdl_collective::testing::LocalRank;
 use elasticdl_data::{Predictions, Purpose};
 use elasticdl_tables::{BatchRows, Initialization, RowOptimizer, Table};
 
