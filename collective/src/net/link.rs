@@ -18,6 +18,7 @@ use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Mutex, MutexGuard};
 
+use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags};
 
 use super::cipher::{DirectionKey, TAG_BYTES};
@@ -62,24 +63,44 @@ impl Link {
     }
 
     /// Sends bytes of `parts`, from the start of the first one, without blocking. Returns how many
-    /// the kernel has accepted. After an error that is not final, the next call must begin with the
-    /// same bytes: they may be sealed already.
-    pub(crate) fn send(&self, parts: &[IoSlice<'_>]) -> rustix::io::Result<usize> {
-        match &self.cipher {
-            None => {
-                let mut nothing = SendAncillaryBuffer::default();
-                rustix::net::sendmsg(&self.socket, parts, &mut nothing, SendFlags::NOSIGNAL)
+    /// the kernel has accepted; `None` if it accepts none now. The next call must then begin with
+    /// the same bytes: they may be sealed already.
+    pub(crate) fn send(&self, parts: &[IoSlice<'_>]) -> io::Result<Option<usize>> {
+        loop {
+            let sent = match &self.cipher {
+                None => {
+                    let mut nothing = SendAncillaryBuffer::default();
+                    rustix::net::sendmsg(&self.socket, parts, &mut nothing, SendFlags::NOSIGNAL)
+                }
+                Some(cipher) => lock(&cipher.sealer).send(&self.socket, parts),
+            };
+            match sent {
+                Err(Errno::AGAIN) => return Ok(None),
+                Err(Errno::INTR) => {}
+                sent => return Ok(Some(sent?)),
             }
-            Some(cipher) => lock(&cipher.sealer).send(&self.socket, parts),
         }
     }
 
     /// Receives into `parts`, of which the first is not empty, without blocking. Returns how many
-    /// bytes; 0 at the end of the link.
+    /// bytes; `None` if there are none now.
     ///
     /// # Errors
-    /// The socket's; `WouldBlock`; `InvalidData` if the bytes are not those that the peer sent.
-    pub(crate) fn recv(&self, parts: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+    /// The socket's; `UnexpectedEof` at the end of the link; `InvalidData` if the bytes are not
+    /// those that the peer sent.
+    pub(crate) fn recv(&self, parts: &mut [IoSliceMut<'_>]) -> io::Result<Option<usize>> {
+        loop {
+            match self.read(parts) {
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok(bytes) => return Ok(Some(bytes)),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(None),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn read(&self, parts: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
         match &self.cipher {
             None => (&self.socket).read_vectored(parts),
             Some(cipher) => {
@@ -94,7 +115,10 @@ impl Link {
         }
     }
 
-    /// Like [`recv`](Self::recv), but leaves the bytes on the link.
+    /// Like [`recv`](Self::recv), but leaves the bytes on the link. Returns 0 at its end.
+    ///
+    /// # Errors
+    /// The socket's; `WouldBlock`; `InvalidData`.
     pub(crate) fn peek(&self, buf: &mut [u8]) -> io::Result<usize> {
         match &self.cipher {
             None => self.socket.peek(buf),

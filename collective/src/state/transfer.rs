@@ -26,7 +26,6 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
-use rustix::io::Errno;
 
 use crate::net::link::Link;
 use crate::net::socket::poll_until;
@@ -187,20 +186,18 @@ impl StateSender {
 
     fn write(&mut self, mut first: &[u8], mut second: &[u8]) -> io::Result<()> {
         while !first.is_empty() || !second.is_empty() {
-            match self.link.send(&[IoSlice::new(first), IoSlice::new(second)]) {
-                Ok(0) => return Err(ErrorKind::WriteZero.into()),
-                Ok(bytes) => {
+            match self.link.send(&[IoSlice::new(first), IoSlice::new(second)])? {
+                Some(0) => return Err(ErrorKind::WriteZero.into()),
+                Some(bytes) => {
                     self.alive_at = Instant::now();
                     let of_first = bytes.min(first.len());
                     first = &first[of_first..];
                     second = &second[bytes - of_first..];
                 }
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => {
+                None => {
                     self.wait(PollFlags::OUT | PollFlags::IN)?;
                     self.receive_positions()?;
                 }
-                Err(errno) => return Err(errno.into()),
             }
         }
         Ok(())
@@ -217,20 +214,17 @@ impl StateSender {
 
     /// Reads the joiner's available positions. Never blocks.
     fn receive_positions(&mut self) -> io::Result<()> {
-        loop {
-            match self.link.recv(&mut [IoSliceMut::new(&mut self.bytes[self.read..])]) {
-                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok(bytes) => self.read += bytes,
-                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
-                Err(error) => return Err(error),
-            }
+        while let Some(bytes) =
+            self.link.recv(&mut [IoSliceMut::new(&mut self.bytes[self.read..])])?
+        {
+            self.read += bytes;
             if self.read == POSITION_BYTES {
                 self.read = 0;
                 self.alive_at = Instant::now();
                 self.position = Some(decode_position(&self.bytes).map_err(invalid)?);
             }
         }
+        Ok(())
     }
 }
 
@@ -310,14 +304,12 @@ impl StateReceiver {
         }
         let until = Instant::now() + wait;
         loop {
-            match self.link.recv(&mut [IoSliceMut::new(&mut self.header[self.read..])]) {
-                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok(bytes) => {
+            match self.link.recv(&mut [IoSliceMut::new(&mut self.header[self.read..])])? {
+                Some(bytes) => {
                     self.read += bytes;
                     self.received_at = Some(Instant::now());
                 }
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                None => {
                     if self.received_at.is_some_and(|at| at.elapsed() > self.idle_timeout) {
                         return Err(ErrorKind::TimedOut.into());
                     }
@@ -326,7 +318,6 @@ impl StateReceiver {
                         return Ok(None);
                     }
                 }
-                Err(error) => return Err(error),
             }
             if self.read == HEADER_BYTES {
                 self.read = 0;
@@ -378,16 +369,10 @@ impl StateReceiver {
 
     fn read_exact(&mut self, mut bytes: &mut [u8]) -> io::Result<()> {
         while !bytes.is_empty() {
-            match self.link.recv(&mut [IoSliceMut::new(bytes)]) {
-                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok(read) => bytes = &mut bytes[read..],
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    if !ready(&self.link, PollFlags::IN, self.idle_timeout)? {
-                        return Err(ErrorKind::TimedOut.into());
-                    }
-                }
-                Err(error) => return Err(error),
+            match self.link.recv(&mut [IoSliceMut::new(bytes)])? {
+                Some(read) => bytes = &mut bytes[read..],
+                None if ready(&self.link, PollFlags::IN, self.idle_timeout)? => {}
+                None => return Err(ErrorKind::TimedOut.into()),
             }
         }
         self.received_at = Some(Instant::now());
@@ -437,7 +422,7 @@ impl PositionReporter {
 
     /// Sends the rest of a position. Returns whether all of it is sent.
     fn send_rest(&self, state: &mut ReporterState) -> bool {
-        if let Ok(bytes) = self.link.send(&[IoSlice::new(&state.unsent)]) {
+        if let Ok(Some(bytes)) = self.link.send(&[IoSlice::new(&state.unsent)]) {
             state.unsent.drain(..bytes);
         }
         state.unsent.is_empty()

@@ -117,9 +117,8 @@ fn encrypted_link(keys: LinkKeys, bytes: &[u8]) {
     peer.write_all(bytes).expect("a fresh socket's buffer holds that much");
     peer.shutdown(Shutdown::Write).expect("the socket is open");
     let link = Link::new(socket, Some(keys));
-    match link.recv(&mut [IoSliceMut::new(&mut [0; 64])]) {
-        Ok(0) | Err(_) => {}
-        Ok(bytes) => panic!("{bytes} forged bytes were delivered"),
+    if let Ok(Some(bytes)) = link.recv(&mut [IoSliceMut::new(&mut [0; 64])]) {
+        panic!("{bytes} forged bytes were delivered");
     }
 }
 

@@ -26,7 +26,6 @@ use std::io::{ErrorKind, IoSlice, IoSliceMut};
 use std::ops::Range;
 
 use rustix::event::{PollFd, PollFlags};
-use rustix::io::Errno;
 
 use super::{Fault, TransferProgress};
 use crate::algorithm::chain_topology::{self as topology, Side};
@@ -376,21 +375,17 @@ impl Port<'_> {
 
     fn send(&mut self, progress: &mut TransferProgress<'_>) -> Result<bool, LinkFault> {
         let Some((message, written)) = &mut self.outgoing else { return Ok(false) };
-        match self.link.send(&[IoSlice::new(&message[*written..])]) {
-            Ok(bytes) => {
-                *written += bytes;
-                match self.side {
-                    Side::Next => progress.on_sent(bytes),
-                    Side::Prev => progress.on_sent_back(bytes),
-                }
-                if *written == message.len() {
-                    self.outgoing = None;
-                }
-                Ok(true)
-            }
-            Err(Errno::AGAIN | Errno::INTR) => Ok(false),
-            Err(errno) => Err(LinkFault::Lost(errno.into())),
+        let sent = self.link.send(&[IoSlice::new(&message[*written..])]);
+        let Some(bytes) = sent.map_err(LinkFault::Lost)? else { return Ok(false) };
+        *written += bytes;
+        match self.side {
+            Side::Next => progress.on_sent(bytes),
+            Side::Prev => progress.on_sent_back(bytes),
         }
+        if *written == message.len() {
+            self.outgoing = None;
+        }
+        Ok(true)
     }
 
     fn receive(&mut self, progress: &mut TransferProgress<'_>) -> Result<bool, LinkFault> {
@@ -398,23 +393,14 @@ impl Port<'_> {
         else {
             return Ok(false);
         };
-        match self.link.recv(&mut [IoSliceMut::new(&mut incoming.bytes[incoming.read..])]) {
-            Ok(0) => Err(LinkFault::Lost(ErrorKind::UnexpectedEof.into())),
-            Ok(bytes) => {
-                incoming.on_read(bytes).map_err(LinkFault::Broken)?;
-                match self.side {
-                    Side::Next => progress.on_received_back(bytes),
-                    Side::Prev => progress.on_received(bytes),
-                }
-                Ok(true)
-            }
-            Err(error)
-                if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) =>
-            {
-                Ok(false)
-            }
-            Err(error) => Err(error.into()),
+        let into = &mut incoming.bytes[incoming.read..];
+        let Some(bytes) = self.link.recv(&mut [IoSliceMut::new(into)])? else { return Ok(false) };
+        incoming.on_read(bytes).map_err(LinkFault::Broken)?;
+        match self.side {
+            Side::Next => progress.on_received_back(bytes),
+            Side::Prev => progress.on_received(bytes),
         }
+        Ok(true)
     }
 }
 

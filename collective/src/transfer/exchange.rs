@@ -19,7 +19,6 @@ use std::io::{ErrorKind, IoSlice, IoSliceMut};
 use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags};
-use rustix::io::Errno;
 
 use super::{Fault, TransferProgress};
 use crate::PAYLOAD_BYTES_MAX;
@@ -277,19 +276,15 @@ impl<'a> Port<'a> {
         let Direction { link, side } = self.links.to;
         let header = &self.header[self.sent.min(FRAME_BYTES)..];
         let payload = &self.send[self.sent.saturating_sub(FRAME_BYTES)..];
-        match link.send(&[IoSlice::new(header), IoSlice::new(payload)]) {
-            Ok(bytes) => {
-                self.sent += bytes;
-                match side {
-                    Some(Side::Next) => progress.on_sent(bytes),
-                    Some(Side::Prev) => progress.on_sent_back(bytes),
-                    None => progress.end_wait(),
-                }
-                Ok(true)
-            }
-            Err(Errno::AGAIN | Errno::INTR) => Ok(false),
-            Err(errno) => Err(LinkFault::Lost(errno.into())),
+        let sent = link.send(&[IoSlice::new(header), IoSlice::new(payload)]);
+        let Some(bytes) = sent.map_err(LinkFault::Lost)? else { return Ok(false) };
+        self.sent += bytes;
+        match side {
+            Some(Side::Next) => progress.on_sent(bytes),
+            Some(Side::Prev) => progress.on_sent_back(bytes),
+            None => progress.end_wait(),
         }
+        Ok(true)
     }
 
     /// Receives once: the rest of the header, or of the payload.
@@ -302,22 +297,12 @@ impl<'a> Port<'a> {
             Some(bytes) => self.receive.missing(self.received - FRAME_BYTES, bytes),
             None => &mut self.incoming[self.received..],
         };
-        match link.recv(&mut [IoSliceMut::new(missing)]) {
-            Ok(0) => return Err(LinkFault::Lost(ErrorKind::UnexpectedEof.into())),
-            Ok(bytes) => {
-                self.received += bytes;
-                match side {
-                    Some(Side::Next) => progress.on_received_back(bytes),
-                    Some(Side::Prev) => progress.on_received(bytes),
-                    None => progress.end_wait(),
-                }
-            }
-            Err(error)
-                if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) =>
-            {
-                return Ok(false);
-            }
-            Err(error) => return Err(error.into()),
+        let Some(bytes) = link.recv(&mut [IoSliceMut::new(missing)])? else { return Ok(false) };
+        self.received += bytes;
+        match side {
+            Some(Side::Next) => progress.on_received_back(bytes),
+            Some(Side::Prev) => progress.on_received(bytes),
+            None => progress.end_wait(),
         }
         if self.bytes.is_none() && self.received == FRAME_BYTES {
             let bytes = self.check_header().map_err(LinkFault::Broken)?;

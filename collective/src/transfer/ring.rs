@@ -27,7 +27,6 @@ use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::ops::Range;
 
 use rustix::event::{PollFd, PollFlags};
-use rustix::io::Errno;
 
 use super::{Fault, HostStage, TransferProgress};
 use crate::algorithm::payload::Payload;
@@ -117,18 +116,14 @@ impl<'a> Transfer<'a> {
             }
             let outgoing = self.outgoing.as_mut().expect("the frame was just created");
             let (note, body) = self.payload.send_bufs(&piece);
-            match outgoing.write(&self.links.next.link, note, body) {
-                Ok(bytes) => {
-                    self.progress.on_sent(bytes);
-                    if outgoing.written == FRAME_BYTES + note.len() + body.len() {
-                        self.outgoing = None;
-                        self.schedule.on_sent();
-                        flow = Flow::Moved;
-                    }
-                }
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return Ok(Flow::Blocked),
-                Err(errno) => return Err(Fault::Next(LinkFault::Lost(errno.into()))),
+            let sent = outgoing.write(&self.links.next.link, note, body);
+            let sent = sent.map_err(|error| Fault::Next(LinkFault::Lost(error)))?;
+            let Some(bytes) = sent else { return Ok(Flow::Blocked) };
+            self.progress.on_sent(bytes);
+            if outgoing.written == FRAME_BYTES + note.len() + body.len() {
+                self.outgoing = None;
+                self.schedule.on_sent();
+                flow = Flow::Moved;
             }
         }
         Ok(flow)
@@ -138,25 +133,18 @@ impl<'a> Transfer<'a> {
     fn receive(&mut self) -> Result<Flow, Fault> {
         let Some(piece) = self.schedule.next_receive() else { return Ok(Flow::Idle) };
         loop {
-            match self.read(&piece) {
-                Ok(0) => return Err(Fault::Prev(LinkFault::Lost(ErrorKind::UnexpectedEof.into()))),
-                Ok(bytes) => {
-                    let header_complete = self.incoming.read >= FRAME_BYTES;
-                    self.incoming.read += bytes;
-                    self.progress.on_received(bytes);
-                    if !header_complete && self.incoming.read >= FRAME_BYTES {
-                        let note_bytes = self
-                            .check(&piece)
-                            .map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))?;
-                        self.incoming.note_bytes = note_bytes;
-                        if piece.note {
-                            self.payload.expect_note(&piece, note_bytes);
-                        }
-                    }
+            let received = self.read(&piece).map_err(|error| Fault::Prev(error.into()))?;
+            let Some(bytes) = received else { return Ok(Flow::Blocked) };
+            let header_complete = self.incoming.read >= FRAME_BYTES;
+            self.incoming.read += bytes;
+            self.progress.on_received(bytes);
+            if !header_complete && self.incoming.read >= FRAME_BYTES {
+                let note_bytes =
+                    self.check(&piece).map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))?;
+                self.incoming.note_bytes = note_bytes;
+                if piece.note {
+                    self.payload.expect_note(&piece, note_bytes);
                 }
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(Flow::Blocked),
-                Err(error) => return Err(Fault::Prev(error.into())),
             }
             let Incoming { read, note_bytes, .. } = self.incoming;
             if read >= FRAME_BYTES
@@ -175,7 +163,7 @@ impl<'a> Transfer<'a> {
 
     /// Reads once: the rest of the frame header and, if its length is known, the body with it; or
     /// the rest of note and body.
-    fn read(&mut self, piece: &Piece) -> io::Result<usize> {
+    fn read(&mut self, piece: &Piece) -> io::Result<Option<usize>> {
         let Self { links, schedule, payload, incoming, .. } = self;
         let prev = &links.prev.link;
         if incoming.read < FRAME_BYTES {
@@ -372,17 +360,17 @@ struct Outgoing {
 }
 
 impl Outgoing {
-    /// Writes once; returns the number of bytes written.
-    fn write(&mut self, link: &Link, note: &[u8], body: &[u8]) -> rustix::io::Result<usize> {
+    /// Writes once; returns the number of bytes written, if the link takes any.
+    fn write(&mut self, link: &Link, note: &[u8], body: &[u8]) -> io::Result<Option<usize>> {
         let mut skip = self.written;
         let slices = [self.header.as_slice(), note, body].map(|part| {
             let skipped = skip.min(part.len());
             skip -= skipped;
             IoSlice::new(&part[skipped..])
         });
-        let bytes = link.send(&slices)?;
-        self.written += bytes;
-        Ok(bytes)
+        let sent = link.send(&slices)?;
+        self.written += sent.unwrap_or(0);
+        Ok(sent)
     }
 }
 
