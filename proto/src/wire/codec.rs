@@ -145,17 +145,6 @@ impl Wire for JoinResponse {
     }
 }
 
-impl Wire for StatusRequest {
-    type Sent = ();
-    type Received = ();
-
-    fn encode(self, _sent: &mut (), _: &mut impl BufMut) {}
-
-    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
-        read::<v1::StatusRequest>(buf).map(|_| Self)
-    }
-}
-
 impl Wire for Status {
     type Sent = ();
     type Received = ();
@@ -172,78 +161,32 @@ impl Wire for Status {
     }
 }
 
-impl Wire for ScaleRequest {
-    type Sent = ();
-    type Received = ();
+/// Encodes and decodes requests and replies whose fields are those of the schema.
+macro_rules! as_in_schema {
+    ($($message:ident { $($field:ident)? })*) => {$(
+        impl Wire for $message {
+            type Sent = ();
+            type Received = ();
 
-    fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
-        put(&v1::ScaleRequest { num_workers: self.num_workers }, buf);
-    }
+            fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
+                let Self { $($field)? } = self;
+                put(&v1::$message { $($field)? }, buf);
+            }
 
-    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
-        read::<v1::ScaleRequest>(buf).map(|request| Self { num_workers: request.num_workers })
-    }
+            fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
+                let v1::$message { $($field)? } = read(buf)?;
+                Ok(Self { $($field)? })
+            }
+        }
+    )*};
 }
 
-impl Wire for ScaleReply {
-    type Sent = ();
-    type Received = ();
-
-    fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
-        put(&v1::ScaleReply { was: self.was }, buf);
-    }
-
-    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
-        read::<v1::ScaleReply>(buf).map(|reply| Self { was: reply.was })
-    }
-}
-
-impl Wire for CheckpointRequest {
-    type Sent = ();
-    type Received = ();
-
-    fn encode(self, _sent: &mut (), _: &mut impl BufMut) {}
-
-    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
-        read::<v1::CheckpointRequest>(buf).map(|_| Self)
-    }
-}
-
-impl Wire for CheckpointReply {
-    type Sent = ();
-    type Received = ();
-
-    fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
-        put(&v1::CheckpointReply { step: self.step }, buf);
-    }
-
-    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
-        read::<v1::CheckpointReply>(buf).map(|reply| Self { step: reply.step })
-    }
-}
-
-impl Wire for SuspendRequest {
-    type Sent = ();
-    type Received = ();
-
-    fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
-        put(&v1::SuspendRequest { suspend: self.suspend }, buf);
-    }
-
-    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
-        read::<v1::SuspendRequest>(buf).map(|request| Self { suspend: request.suspend })
-    }
-}
-
-impl Wire for SuspendReply {
-    type Sent = ();
-    type Received = ();
-
-    fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
-        put(&v1::SuspendReply { unchanged: self.unchanged }, buf);
-    }
-
-    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
-        read::<v1::SuspendReply>(buf).map(|reply| Self { unchanged: reply.unchanged })
-    }
+as_in_schema! {
+    CheckpointReply { step }
+    CheckpointRequest {}
+    ScaleReply { was }
+    ScaleRequest { num_workers }
+    StatusRequest {}
+    SuspendReply { unchanged }
+    SuspendRequest { suspend }
 }
