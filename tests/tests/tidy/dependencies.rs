@@ -1,92 +1,13 @@
-//! Crates of others: where they come from, their licences, and their versions.
-//!
-//! Advisories are not checked here: the database of RustSec is not in the crate registry. With
-//! network access, `cargo deny check advisories` reads it. Which versions are yanked is known from
-//! cargo's copy of the registry's index, as of the last fetch.
+//! Crates of others: who names them, and which come twice. `cargo deny` checks where they come
+//! from, their licences and advisories.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde_json::Value;
 
 use crate::root;
-
-#[test]
-fn every_crate_comes_from_the_public_registry_with_a_digest() {
-    let lock = fs::read_to_string(root().join("Cargo.lock")).unwrap();
-    for package in lock.split("[[package]]").skip(1) {
-        let has = |key: &str| package.lines().any(|line| line.starts_with(key));
-        let is_ours = package.contains("name = \"elasticdl") && !has("source");
-        let is_from_registry = has(&format!("source = \"{REGISTRY}\"")) && has("checksum = ");
-        assert!(is_ours || is_from_registry, "its source can't be verified:{package}");
-    }
-}
-
-/// A yanked version stays usable for those who have it in their lock file, whatever the reason for
-/// which its authors have withdrawn it.
-#[test]
-fn no_version_is_yanked() {
-    let folders = index_folders();
-    let lock = fs::read_to_string(root().join("Cargo.lock")).unwrap();
-    for package in lock.split("[[package]]").skip(1).filter(|text| text.contains("source = ")) {
-        let value = |key: &str| {
-            let mut lines = package.lines();
-            let start = format!("{key} = \"");
-            lines.find_map(|line| line.strip_prefix(&start)?.strip_suffix('"'))
-        };
-        let (name, version) = (value("name").unwrap(), value("version").unwrap());
-        let entries =
-            folders.iter().find_map(|folder| fs::read(folder.join(index_path(name))).ok());
-        let yanked = entries.as_deref().and_then(|entries| is_yanked(entries, version));
-        let unknown = "is not in cargo's copy of the index; run cargo fetch";
-        assert!(
-            !yanked.unwrap_or_else(|| panic!("{name} {version} {unknown}")),
-            "{name} {version}"
-        );
-    }
-}
-
-#[test]
-fn yanked_versions_are_found_in_the_index() {
-    let entries =
-        b"\x03\x02\0\0\0etag: \"x\"\x001.0.0\0{\"vers\":\"1.0.0\",\"yanked\":true}\x001.0.1\x00\
-                    {\"vers\":\"1.0.1\",\"yanked\":false}\0";
-    let found = ["1.0.0", "1.0.1", "1.0.2"].map(|version| is_yanked(entries, version));
-    assert_eq!(found, [Some(true), Some(false), None]);
-    let paths = ["a", "ab", "abc", "Serde_JSON"].map(index_path);
-    assert_eq!(paths, ["1/a", "2/ab", "3/a/abc", "se/rd/serde_json"].map(PathBuf::from));
-}
-
-/// Cargo's copies of the indices of registries.
-fn index_folders() -> Vec<PathBuf> {
-    let home = std::env::var_os("CARGO_HOME").map(PathBuf::from);
-    let home = home.or_else(|| Some(Path::new(&std::env::var_os("HOME")?).join(".cargo")));
-    let index = home.unwrap().join("registry/index");
-    let folders = fs::read_dir(&index).unwrap_or_else(|e| panic!("{}: {e}", index.display()));
-    folders.map(|folder| folder.unwrap().path().join(".cache")).collect()
-}
-
-/// Place of a crate in an index.
-fn index_path(name: &str) -> PathBuf {
-    let name = name.to_ascii_lowercase();
-    match name.len() {
-        len @ 1..=2 => Path::new(&len.to_string()).join(name),
-        3 => Path::new("3").join(&name[..1]).join(name),
-        _ => Path::new(&name[..2]).join(&name[2..4]).join(name),
-    }
-}
-
-/// Returns whether a version is yanked, or `None` if the index does not have it. An entry of
-/// cargo's copy is a line of JSON for each version, between NUL bytes.
-fn is_yanked(entries: &[u8], version: &str) -> Option<bool> {
-    let versions = entries.split(|byte| *byte == 0).filter(|part| part.starts_with(b"{"));
-    versions
-        .filter_map(|json| serde_json::from_slice::<Value>(json).ok())
-        .find(|json| json["vers"] == version)
-        .map(|json| json["yanked"] == true)
-}
 
 /// Readers and builds stop at a crate's wall: who needs no clusters compiles no client of them.
 /// The tests may name all crates.
@@ -130,30 +51,6 @@ fn shipped_dependencies(manifest: &str) -> BTreeSet<String> {
         }
     }
     names
-}
-
-#[test]
-fn every_crate_has_a_licence_that_allows_distribution() {
-    let metadata = metadata();
-    for package in metadata["packages"].as_array().unwrap() {
-        let licence = package["license"].as_str().unwrap_or_default();
-        assert!(
-            is_allowed(licence),
-            "{} {} has the licence {licence:?}; if its terms allow distribution, add it here",
-            package["name"],
-            package["version"]
-        );
-    }
-}
-
-#[test]
-fn licence_expressions_are_evaluated() {
-    for allowed in ["MIT", "GPL-3.0 OR MIT", "MIT/GPL-3.0", "(GPL-3.0 OR MIT) AND ISC"] {
-        assert!(is_allowed(allowed), "{allowed}");
-    }
-    for refused in ["", "GPL-3.0", "MIT AND GPL-3.0", "(GPL-3.0 OR MIT) AND GPL-3.0"] {
-        assert!(!is_allowed(refused), "{refused}");
-    }
 }
 
 /// Two versions of a crate are built, loaded and audited twice.
@@ -221,48 +118,6 @@ fn linked(metadata: &Value) -> Vec<&Value> {
     found.into_iter().map(|id| packages[id]).collect()
 }
 
-/// Whether a licence expression can be met with allowed licences. A `/` is the old form of `OR`.
-fn is_allowed(expression: &str) -> bool {
-    let spaced = expression.replace('/', " OR ").replace('(', " ( ").replace(')', " ) ");
-    let spaced = spaced.replace(" WITH ", "+");
-    let words: Vec<&str> = spaced.split_whitespace().collect();
-    let mut rest = &words[..];
-    let is_met = any_of(&mut rest);
-    is_met && rest.is_empty()
-}
-
-fn any_of(rest: &mut &[&str]) -> bool {
-    let mut is_met = all_of(rest);
-    while let Some((&"OR", after)) = rest.split_first() {
-        *rest = after;
-        is_met |= all_of(rest);
-    }
-    is_met
-}
-
-fn all_of(rest: &mut &[&str]) -> bool {
-    let mut is_met = one(rest);
-    while let Some((&"AND", after)) = rest.split_first() {
-        *rest = after;
-        is_met &= one(rest);
-    }
-    is_met
-}
-
-fn one(rest: &mut &[&str]) -> bool {
-    let Some((word, after)) = rest.split_first() else { return false };
-    *rest = after;
-    if *word != "(" {
-        return ALLOWED.contains(word);
-    }
-    let is_met = any_of(rest);
-    let Some((&")", after)) = rest.split_first() else { return false };
-    *rest = after;
-    is_met
-}
-
-const REGISTRY: &str = "registry+https://github.com/rust-lang/crates.io-index";
-
 /// Crates whose code is in the programs and libraries that users get.
 const SHIPPED: [&str; 9] = [
     "elasticdl",
@@ -297,23 +152,6 @@ const NAMED_BY: &[(&[&str], &[&str])] = &[
     (&["tokio"], &["master", "master/cli", "worker", "worker/data"]),
     (&["tonic"], &["master", "master/cli", "proto", "worker"]),
     (&["zune-core", "zune-jpeg", "zune-png"], &["worker/data"]),
-];
-
-/// Licences without conditions on the programs that contain the code, but notices.
-const ALLOWED: [&str; 13] = [
-    "0BSD",
-    "Apache-2.0",
-    "Apache-2.0+LLVM-exception",
-    "BSD-2-Clause",
-    "BSD-3-Clause",
-    "BSL-1.0",
-    "CC0-1.0",
-    "CDLA-Permissive-2.0",
-    "ISC",
-    "MIT",
-    "Unicode-3.0",
-    "Unlicense",
-    "Zlib",
 ];
 
 /// Crates of which others need two versions: `snow` has the hashes and ciphers of RustCrypto before

@@ -80,8 +80,8 @@ fn sources(text: &str) -> Result<Vec<String>, DataError> {
     Ok(all)
 }
 
-/// Where the data of a source is: the source itself, if it exists or is no pattern, or the folder in
-/// which all that the pattern fits lies.
+/// Where the data of a source is: the source itself, if it exists or is no pattern, or the folder
+/// in which all that the pattern fits lies.
 pub fn place_of(source: &str) -> &str {
     let folder = folder_of(source);
     // Storage that can't be listed is an error of the reader.
