@@ -64,16 +64,16 @@ pub struct Measured {
     /// As above.
     pub records_repeated: u64,
     /// Parts of the gaps of the events, as the workers reported them to the master.
-    pub phases: Phases,
+    phases: Phases,
     /// Parts of the gaps of the joiners' regroups.
-    pub switch_phases: Phases,
+    switch_phases: Phases,
 }
 
 /// Parts of gaps, over all events: one list for each of [`PHASES`].
-pub type Phases = [Vec<f64>; PHASES.len()];
+type Phases = [Vec<f64>; PHASES.len()];
 
 /// Names of the parts in the summary, without `_ms`.
-pub const PHASES: [&str; 5] = ["detect", "agree", "connect", "state", "first_step"];
+const PHASES: [&str; 5] = ["detect", "agree", "connect", "state", "first_step"];
 
 struct Event {
     at: Duration,

@@ -8,25 +8,22 @@
 //!
 //! This runs four ranks as processes on this machine. With `--rank R --peers a:p,b:p,…` the process
 //! is one rank of a group whose other ranks are started in the same way elsewhere. With
-//! `--operation exchange` each rank gives each rank as many bytes. With `--rate
-//! 1gbit` each rank is on a host of its own, whose link has that bandwidth. With `--recover`
+//! `--operation exchange` each rank gives each rank as many bytes. With `--recover`
 //! each iteration builds a group that loses its last rank in the middle of an operation. The line
 //! then reports the time until the survivors had detected the loss, until they were in a new group,
 //! and until the retried operation was complete.
 
 mod rank;
-mod shaped;
 
 use std::error::Error;
 use std::io::{BufRead, BufReader, Write};
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::process::{Child, ChildStdout, Command, ExitCode, Stdio};
 
 use clap::{Parser, ValueEnum};
 use elasticdl_collective::{LinkEncryption, WireDtype};
 
 use crate::rank::Event;
-use crate::shaped::ShapedHosts;
 
 /// Benchmark an all-reduce of f32 sums, or an exchange
 #[derive(Debug, Parser)]
@@ -58,13 +55,6 @@ struct Arguments {
     /// Which links are encrypted; `auto`: those between different addresses
     #[arg(long, default_value = "auto")]
     link_encryption: Encryption,
-    /// Run each rank on a host of its own (a network namespace) that sends at most at this rate,
-    /// for example `1gbit`; needs root, `ip` and `tc`
-    #[arg(long, value_name = "RATE", conflicts_with_all = ["hosts", "peers"])]
-    rate: Option<String>,
-    /// IP address of this rank
-    #[arg(long, hide = true)]
-    address: Option<IpAddr>,
     /// Measure the recovery of a group after one rank is killed in the middle of an operation
     #[arg(long)]
     recover: bool,
@@ -131,7 +121,7 @@ fn main() -> ExitCode {
 
 /// Starts the ranks; rank 0 reports the times.
 fn reduce(arguments: &Arguments) -> Fallible<()> {
-    let mut ranks = Ranks::start(arguments)?;
+    let mut ranks = Ranks::start(arguments.world)?;
     let line = ranks.line(0)?;
     ranks.wait()?;
     print_line(std::io::stdout(), &line);
@@ -145,7 +135,7 @@ fn recover(arguments: &Arguments) -> Fallible<()> {
     let victim = arguments.world - 1;
     let mut gaps = [const { Vec::new() }; 3];
     for _ in 0..arguments.iters {
-        let mut ranks = Ranks::start(arguments)?;
+        let mut ranks = Ranks::start(arguments.world)?;
         let killed = Event::decode(&ranks.line(victim)?)?.at;
         let mut latest = [0.0_f64; 3];
         for rank in 0..victim {
@@ -161,7 +151,7 @@ fn recover(arguments: &Arguments) -> Fallible<()> {
     }
     let [detected, regrouped, retried] = gaps.map(|gaps| quantiles(gaps).map(|s| s * 1e3));
     let Arguments { world, bytes, iters, .. } = arguments;
-    let (transport, encryption) = (arguments.transport.name(), arguments.link_encryption.name());
+    let (transport, encryption) = (name(arguments.transport), name(arguments.link_encryption));
     print_line(
         std::io::stdout(),
         &format!(
@@ -178,37 +168,25 @@ fn recover(arguments: &Arguments) -> Fallible<()> {
 /// Processes of a group. Those that still run when this is dropped are killed.
 struct Ranks {
     children: Vec<(Child, BufReader<ChildStdout>)>,
-    /// Dropped last.
-    _hosts: Option<ShapedHosts>,
 }
 
 impl Ranks {
-    /// Starts the processes and sends the list of addresses to all of them.
-    fn start(arguments: &Arguments) -> Fallible<Self> {
-        let rate = arguments.rate.as_deref();
-        let hosts = rate.map(|rate| ShapedHosts::new(arguments.world, rate)).transpose()?;
-        let program = std::env::current_exe()?;
-        let commands: Vec<Command> = (0..arguments.world)
-            .map(|rank| match &hosts {
-                None => Command::new(&program),
-                Some(hosts) => {
-                    let mut command = hosts.command(rank, &program);
-                    command.args(["--address", &ShapedHosts::address(rank)]);
-                    command
-                }
-            })
-            .collect();
-        let mut ranks = Self { children: Vec::new(), _hosts: hosts };
-        for (rank, mut command) in commands.into_iter().enumerate() {
-            command
+    /// Starts the processes, with the options of this one, and sends all of them the list of
+    /// addresses.
+    fn start(world: usize) -> Fallible<Self> {
+        let mut ranks = Self { children: Vec::new() };
+        for rank in 0..world {
+            let mut child = Command::new(std::env::current_exe()?)
+                .args(std::env::args_os().skip(1))
                 .args(["--rank", &rank.to_string(), "--peers", rank::ASK])
-                .args(arguments.rank_arguments());
-            let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .spawn()?;
             let lines = BufReader::new(child.stdout.take().expect("the pipe is set up"));
             ranks.children.push((child, lines));
         }
         let addresses: Result<Vec<SocketAddr>, Box<dyn Error>> =
-            (0..arguments.world).map(|rank| Ok(ranks.line(rank)?.parse()?)).collect();
+            (0..world).map(|rank| Ok(ranks.line(rank)?.parse()?)).collect();
         let list = addresses?.iter().map(SocketAddr::to_string).collect::<Vec<_>>().join(",");
         for (child, _) in &mut ranks.children {
             let mut input = child.stdin.take().expect("the pipe is set up");
@@ -248,52 +226,7 @@ impl Drop for Ranks {
     }
 }
 
-impl Arguments {
-    fn rank_arguments(&self) -> Vec<String> {
-        let Self {
-            world,
-            operation,
-            bytes,
-            iters,
-            transport,
-            hosts,
-            wire,
-            channels,
-            link_encryption,
-            recover,
-            rate: _,
-            address: _,
-            rank: _,
-            peers: _,
-        } = self;
-        let mut all = vec![
-            format!("--world={world}"),
-            format!("--bytes={bytes}"),
-            format!("--iters={iters}"),
-            format!("--transport={}", transport.name()),
-            format!("--wire={}", wire.name()),
-            format!("--hosts={hosts}"),
-            format!("--channels={channels}"),
-            format!("--link-encryption={}", link_encryption.name()),
-        ];
-        // The default is left out: it conflicts with --recover.
-        let exchanges = *operation == Operation::Exchange;
-        all.extend(exchanges.then(|| format!("--operation={}", operation.name())));
-        all.extend(recover.then(|| "--recover".to_owned()));
-        all
-    }
-}
-
 impl Transport {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Hier => "hier",
-            Self::Shm => "shm",
-            Self::Tcp => "tcp",
-        }
-    }
-
     /// Shared memory can be requested but not forced: a rank that does not get it reports an error.
     fn choice(self) -> elasticdl_collective::Transport {
         match self {
@@ -303,24 +236,7 @@ impl Transport {
     }
 }
 
-impl Operation {
-    fn name(self) -> &'static str {
-        match self {
-            Self::AllReduce => "all-reduce",
-            Self::Exchange => "exchange",
-        }
-    }
-}
-
 impl Encryption {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Off => "off",
-            Self::On => "on",
-        }
-    }
-
     fn choice(self) -> LinkEncryption {
         match self {
             Self::Auto => LinkEncryption::Auto,
@@ -331,14 +247,6 @@ impl Encryption {
 }
 
 impl Wire {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Bf16 => "bf16",
-            Self::F16 => "f16",
-            Self::F32 => "f32",
-        }
-    }
-
     fn dtype(self) -> WireDtype {
         match self {
             Self::Bf16 => WireDtype::Bf16,
@@ -346,6 +254,11 @@ impl Wire {
             Self::F32 => WireDtype::F32,
         }
     }
+}
+
+/// Returns the value as the option that sets it has it.
+fn name(value: impl ValueEnum) -> String {
+    value.to_possible_value().expect("each value can be given").get_name().to_owned()
 }
 
 /// Returns the median and the 99th percentile.

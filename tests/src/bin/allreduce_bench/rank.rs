@@ -1,7 +1,7 @@
 //! Process of one rank.
 
 use std::io::{stdin, stdout};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
 use std::{iter, thread};
 
@@ -11,7 +11,7 @@ use elasticdl_collective::{
 use rustix::process::{Signal, getpid, kill_process};
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::{Arguments, Fallible, Operation, Transport, print_line, quantiles};
+use crate::{Arguments, Fallible, Operation, Transport, name, print_line, quantiles};
 
 /// Value of `--peers`: the addresses are exchanged over standard output and input.
 pub(crate) const ASK: &str = "-";
@@ -131,7 +131,7 @@ fn listen(
         return Ok((TcpListener::bind(own)?, addresses));
     }
     let host = u8::try_from(rank % usize::from(arguments.hosts))? + 1;
-    let ip = arguments.address.unwrap_or_else(|| Ipv4Addr::new(127, 0, 0, host).into());
+    let ip = IpAddr::from(Ipv4Addr::new(127, 0, 0, host));
     let listener = TcpListener::bind((ip, 0))?;
     print_line(stdout(), &listener.local_addr()?.to_string());
     let mut list = String::new();
@@ -245,10 +245,10 @@ fn line(arguments: &Arguments, world: usize, times: Vec<f64>) -> String {
         "{{\"operation\":\"{}\",\"world\":{world},\"bytes\":{bytes},\"transport\":\"{}\",\
          \"wire\":\"{}\",\"link_encryption\":\"{}\",\"iters\":{iters},\"median_s\":{median:.9},\
          \"p99_s\":{p99:.9},\"busbw_gbs\":{:.3}}}",
-        arguments.operation.name(),
-        arguments.transport.name(),
-        arguments.wire.name(),
-        arguments.link_encryption.name(),
+        name(arguments.operation),
+        name(arguments.transport),
+        name(arguments.wire),
+        name(arguments.link_encryption),
         traffic / median / 1e9
     )
 }

@@ -1,12 +1,11 @@
-//! The capacity of a master: shards of an evaluate job per second, the time in which a thousand
-//! workers of a training job receive a new membership, the time that the pure core takes for one
-//! among ten thousand, and the memory per worker.
+//! The capacity of a master: the time in which a thousand workers of a training job receive a new
+//! membership, the time that the pure core takes for one among ten thousand, and the memory per
+//! worker.
 //!
 //! `cargo run --release -p elasticdl-tests --bin capacity` measures the pure core in this process,
-//! and then real masters (`elasticdl evaluate --local` and `elasticdl train --local`, which this
-//! program includes) as processes of their own. Their workers are processes that do nothing; this
-//! program acts for all of them, each on a connection of its own. So masters and benchmark share
-//! the machine's cores.
+//! and then a real master (`elasticdl train --local`, which this program includes) as a process of
+//! its own. Its workers are processes that do nothing; this program acts for all of them, each on a
+//! connection of its own. So master and benchmark share the machine's cores.
 
 mod core;
 mod memory;
@@ -29,13 +28,6 @@ struct Arguments {
     #[arg(long, default_value_t = 1000,
         value_parser = clap::value_parser!(u32).range(3..=i64::from(WORKERS_MAX)))]
     workers: u32,
-    /// Shards of the data set, of 64 records each
-    #[arg(long, default_value_t = 1 << 20,
-        value_parser = clap::value_parser!(u32).range(1 << 10..=1 << 24))]
-    shards: u32,
-    /// Shards leased and done through gRPC
-    #[arg(long, default_value_t = 200_000)]
-    operations: u64,
     /// Changes of membership
     #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
     changes: u32,
@@ -45,7 +37,7 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    if std::env::args().nth(1).is_some_and(|word| word == "evaluate" || word == "train") {
+    if std::env::args().nth(1).is_some_and(|word| word == "train") {
         return elasticdl_cli::main();
     }
     match measure(&Arguments::parse()) {
@@ -58,25 +50,21 @@ fn main() -> ExitCode {
 }
 
 fn measure(arguments: &Arguments) -> Result<(), Fault> {
-    let &Arguments { workers, shards, operations, changes, .. } = arguments;
+    let &Arguments { workers, changes, .. } = arguments;
     let cores = std::thread::available_parallelism()?;
-    print(&format!("{workers} workers, {shards} shards, {cores} cores"));
+    print(&format!("{workers} workers, {cores} cores"));
     let core_worker_bytes = core::worker_bytes()?;
-    let core = core::shards_per_s(workers, shards);
-    print(&format!(
-        "core: {core:.0} shards/s (target 100000), {core_worker_bytes} bytes per worker of 10000"
-    ));
+    print(&format!("core: {core_worker_bytes} bytes per worker of 10000"));
     let changes_ms: Vec<(u32, f64)> = CORE_WORKERS
         .map(|workers| (workers, median(core::change_ms(workers, CORE_CHANGES))))
         .to_vec();
     for (workers, ms) in &changes_ms {
         print(&format!("core: {ms:.3} ms p50 for a change of membership among {workers} workers"));
     }
-    let wire::Measured { shards_per_s, mut published_ms, worker_bytes } =
-        wire::measure(wire::Load { workers, shards, operations, changes })?;
+    let wire::Measured { mut published_ms, worker_bytes } =
+        wire::measure(wire::Load { workers, changes })?;
     published_ms.sort_by(f64::total_cmp);
     let (p50, max) = (published_ms[published_ms.len() / 2], published_ms[published_ms.len() - 1]);
-    print(&format!("gRPC: {shards_per_s:.0} shards/s (target 10000)"));
     print(&format!(
         "gRPC: {} workers received a new membership in {p50:.1} ms p50, {max:.1} ms max of {} \
          changes (target 250)",
@@ -86,11 +74,8 @@ fn measure(arguments: &Arguments) -> Result<(), Fault> {
     print(&format!("master: {worker_bytes} bytes of resident memory per connected worker"));
     let result = json!({
         "workers": workers,
-        "shards": shards,
         "cores": cores.get(),
-        "core_shards_per_s": core,
         "core_worker_bytes": core_worker_bytes,
-        "grpc_shards_per_s": shards_per_s,
         "core_change_ms": changes_ms,
         "membership_told_ms": {"p50": p50, "max": max, "changes": published_ms.len()},
         "master_worker_bytes": worker_bytes,

@@ -1,6 +1,5 @@
 //! Real masters, and a thousand workers that are streams of this process.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -18,22 +17,18 @@ use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::{Request, Streaming};
 
 use crate::Fault;
-use crate::core::SHARD_RECORDS;
 use crate::memory::resident_bytes;
 
 /// Load on the master.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Load {
     pub(crate) workers: u32,
-    pub(crate) shards: u32,
-    pub(crate) operations: u64,
     pub(crate) changes: u32,
 }
 
 /// Measurements of the master.
 #[derive(Debug)]
 pub(crate) struct Measured {
-    pub(crate) shards_per_s: f64,
     /// For each change: time from the message of a worker that leaves until the last of the other
     /// workers has received the membership without it.
     pub(crate) published_ms: Vec<f64>,
@@ -43,19 +38,11 @@ pub(crate) struct Measured {
 }
 
 pub(crate) fn measure(load: Load) -> Result<Measured, Fault> {
-    if u64::from(load.shards) < load.operations + u64::from(load.workers) {
-        return Err("--shards must be at least --operations and --workers together".into());
-    }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let shards_per_s = runtime.block_on(async {
-        let mut job = Connected::start(load, "evaluate").await?;
-        process_shards(&mut job, load.operations).await
-    })?;
-    let (published_ms, worker_bytes) = runtime.block_on(async {
-        let mut job = Connected::start(load, "train").await?;
+    runtime.block_on(async {
+        let mut job = Connected::start(load).await?;
         publish(&mut job, load.changes).await
-    })?;
-    Ok(Measured { shards_per_s, published_ms, worker_bytes })
+    })
 }
 
 /// A master and its workers, which are ready.
@@ -70,20 +57,16 @@ struct Connected {
 }
 
 impl Connected {
-    /// Starts the master with `elasticdl COMMAND`, and connects its workers.
-    async fn start(load: Load, command: &str) -> Result<Self, Fault> {
+    /// Starts the master, and connects its workers.
+    async fn start(load: Load) -> Result<Self, Fault> {
         let folder = tempfile::tempdir()?;
-        let master = Master::start(folder.path(), load, command)?;
+        let master = Master::start(folder.path(), load)?;
         let target = Target::find(&folder.path().join("job")).await?;
         let (sender, mut received) = mpsc::unbounded_channel();
         let connector = Connector { target, received: sender };
         let mut workers = vec![connector.join(1).await?];
         wait_for(&mut received, 1, |message| matches!(message, MasterMessage::Describe)).await?;
-        let file = ListedFile {
-            path: "none".into(),
-            records: u64::from(load.shards) * SHARD_RECORDS,
-            version: None,
-        };
+        let file = ListedFile { path: "none".into(), records: RECORDS, version: None };
         workers[0].send(WorkerMessage::Described(Ok(FileList::pack([file]))))?;
         // The launches are started in the order of their ids, before the first worker receives the
         // data set.
@@ -112,8 +95,8 @@ impl Connected {
     }
 }
 
-/// For each change, the time until all members have received it; and the memory per worker.
-async fn publish(job: &mut Connected, changes: u32) -> Result<(Vec<f64>, u64), Fault> {
+/// Changes the membership, and measures when all members have received it.
+async fn publish(job: &mut Connected, changes: u32) -> Result<Measured, Fault> {
     let mut group = Group::default();
     group.gather(&mut job.received, job.workers.len()).await?;
     let worker_bytes = job.worker_bytes()?;
@@ -134,33 +117,7 @@ async fn publish(job: &mut Connected, changes: u32) -> Result<(Vec<f64>, u64), F
         gone.end();
         group.form(workers)?;
     }
-    Ok((published_ms, worker_bytes))
-}
-
-/// Shards per second: a request, the lease that answers it, and the report that the shard is done.
-/// Each worker asks again when it has reported. A lease shows that the master has handled the
-/// report before it.
-async fn process_shards(job: &mut Connected, operations: u64) -> Result<f64, Fault> {
-    let ask = || WorkerMessage::LeaseRequest { shards: 1 };
-    let by_id: BTreeMap<u64, &Worker> = job.workers.iter().map(|w| (w.id, w)).collect();
-    let started = Instant::now();
-    for worker in &job.workers {
-        worker.send(ask())?;
-    }
-    let mut leased = 0;
-    while leased < operations + job.workers.len() as u64 {
-        let received = tokio::time::timeout(TIMEOUT, job.received.recv()).await?;
-        let (id, message, _) = received.ok_or("all streams ended")?;
-        let MasterMessage::Lease(ranges) = message else { continue };
-        let worker = by_id.get(&id).ok_or("a lease for an unknown worker")?;
-        leased += ranges.len() as u64;
-        for range in ranges {
-            let metrics = [("loss".to_owned(), 1.0)].into();
-            worker.send(WorkerMessage::ShardDone { range, metrics })?;
-        }
-        worker.send(ask())?;
-    }
-    Ok(operations as f64 / started.elapsed().as_secs_f64())
+    Ok(Measured { published_ms, worker_bytes })
 }
 
 /// State of the group.
@@ -333,25 +290,18 @@ struct Master {
 }
 
 impl Master {
-    fn start(folder: &Path, load: Load, command: &str) -> Result<Self, Fault> {
+    fn start(folder: &Path, load: Load) -> Result<Self, Fault> {
         let workers = load.workers.to_string();
-        let records = SHARD_RECORDS.to_string();
         let mut master = Command::new(std::env::current_exe()?);
+        // All of them start together, however long it takes to connect them.
+        let stay = load.workers.saturating_sub(load.changes).max(1).to_string();
         master
-            .args([command, "--local", "--quiet", "--job-name", JOB])
-            .args(["--num-workers", &workers, "--max-workers", &workers])
-            .args(["--minibatch-size", &records])
+            .args(["train", "--local", "--quiet", "--job-name", JOB, "--training-data", "none"])
+            .args(["--num-workers", &workers, "--max-workers", &workers, "--min-workers", &stay])
             // The streams of this program send no heartbeats.
             .args(["--worker-timeout", "1day", "--max-worker-restarts", "0"])
             .arg("--job-dir")
             .arg(folder.join("job"));
-        if command == "train" {
-            // All of them start together, however long it takes to connect them.
-            let stay = load.workers.saturating_sub(load.changes).max(1).to_string();
-            master.args(["--training-data", "none", "--min-workers", &stay]);
-        } else {
-            master.args(["--data", "none", "--model", "none", "--records-per-shard", &records]);
-        }
         let program = ["--", "sleep", "600"];
         let child = master.args(program).stdin(Stdio::null()).stdout(Stdio::null()).spawn()?;
         Ok(Self { child })
@@ -370,6 +320,8 @@ impl Drop for Master {
 }
 
 const JOB: &str = "capacity";
+/// Records of the data set, of which none is trained.
+const RECORDS: u64 = 1 << 26;
 /// Fewer than the number of unauthenticated connections that the master allows.
 const JOINS_AT_ONCE: usize = 32;
 /// Longer than any wait of this benchmark takes on any machine.

@@ -17,7 +17,6 @@ pub(crate) struct Goodput {
     /// Rates of the undisturbed windows; one more than of the disturbed ones.
     pub(crate) undisturbed: Vec<f64>,
     pub(crate) disturbed: Vec<f64>,
-    pub(crate) kills: usize,
     pub(crate) steps_lost: usize,
     pub(crate) records_lost: u64,
     pub(crate) records_repeated: u64,
@@ -55,7 +54,6 @@ impl Goodput {
         Ok(Self {
             undisturbed: rates(&undisturbed),
             disturbed: rates(&disturbed),
-            kills: victims.len(),
             steps_lost: ended.steps_lost(&victims),
             records_lost,
             records_repeated,

@@ -3,10 +3,13 @@
 //!
 //! `cargo run --release -p elasticdl-tests --bin churn -- --workers 4 --params 1048576 --events 20`
 //! prints, per kind of event, the gap between two committed steps that the other workers saw, less
-//! the median step. It is measured from the workers' own event logs; the master's summary gives the
-//! parts of the gaps and is checked against what the model counted. A lost step is one that a
-//! worker which was not itself killed or stopped had to compute again, or that was undone, or that
-//! a worker which left in order had begun in vain.
+//! the median step; `before_ms`, the same in an equally long time just before each event, is the
+//! effect of the machine's other work. `switch_ms` is the gap when the joiner becomes a member, and
+//! `latency_ms` the time from its start until its first contribution is committed. All this is
+//! measured from the workers' own event logs; the master's summary gives the parts of the gaps and
+//! is checked against what the model counted. A lost step is one that a worker which was not itself
+//! killed or stopped had to compute again, or that was undone, or that a worker which left in order
+//! had begun in vain.
 //!
 //! This program is at once the benchmark, the `elasticdl` command and the job's worker.
 //!
@@ -125,7 +128,6 @@ fn main() -> ExitCode {
 fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
     let folder = tempfile::tempdir()?;
     let mut report = Report::default();
-    Report::print_head(arguments);
     for kind in [Kind::Kill, Kind::Leave, Kind::Join, Kind::Stop] {
         if [kind, Kind::All].contains(&arguments.kind) {
             let events = (kind, arguments.events);
