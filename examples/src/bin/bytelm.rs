@@ -6,17 +6,14 @@
 //! a separate table. That costs next to nothing, and the attention need not learn which bytes are
 //! adjacent.
 
-use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Instant;
 
 use clap::Parser;
 use elasticdl::candle::{Candle, CandleModel, Cuts, Place};
-use elasticdl::candle_core::{D, DType, Device, Tensor, Var};
-use elasticdl::candle_nn::{Init, VarBuilder, VarMap};
+use elasticdl::candle_core::{D, Device, Tensor};
+use elasticdl::candle_nn::{Init, VarBuilder};
 use elasticdl::readers::TextWindows;
-use elasticdl::{AdamW, Loss, Model, NamedTensor, Optimizer, Schedule, UpdateRule, UserError};
-use elasticdl_examples::plain;
+use elasticdl::{AdamW, Loss, Optimizer, Schedule, UpdateRule, UserError};
 
 use self::ops::{causal_softmax, cross_entropy, rms_norm};
 
@@ -25,25 +22,8 @@ mod ops;
 use rand::rngs::ChaCha8Rng;
 use rand::{Rng, SeedableRng};
 
-#[expect(clippy::print_stdout, clippy::print_stderr, reason = "output of the plain loop")]
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
-    let Some(steps) = arguments.plain_steps else {
-        return elasticdl::run(Candle::new(ByteModel::new(arguments)));
-    };
-    match train_plainly(arguments, steps) {
-        Ok(Plain { seconds_per_step, losses }) => {
-            println!(
-                "{}",
-                serde_json::json!({ "seconds_per_step": seconds_per_step, "losses": losses })
-            );
-            ExitCode::SUCCESS
-        }
-        Err(error) => {
-            eprintln!("bytelm: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    elasticdl::run(Candle::new(ByteModel::new(Arguments::parse())))
 }
 
 /// Trains a small language model on the bytes of text files.
@@ -86,16 +66,6 @@ struct Arguments {
     /// all-reduce when the gradient is complete
     #[arg(long, default_value_t = 1 << 18)]
     bucket: usize,
-    /// Instead of a job, train this number of steps in a plain candle loop, for comparison, and
-    /// print seconds per step and the losses
-    #[arg(long, requires = "plain_text")]
-    plain_steps: Option<u64>,
-    /// Text file that the plain loop reads
-    #[arg(long)]
-    plain_text: Option<PathBuf>,
-    /// Records per step of the plain loop
-    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
-    plain_batch: u32,
     /// Prompt of the text that is sampled at the end
     #[arg(long, default_value = "\n")]
     prompt: String,
@@ -354,76 +324,6 @@ impl ByteModel {
         Ok(String::from_utf8_lossy(&text).chars().map(printable).collect())
     }
 }
-
-/// Result of the plain loop.
-struct Plain {
-    seconds_per_step: f64,
-    /// Loss of each step, in nats per byte.
-    losses: Vec<f64>,
-}
-
-/// Trains in a plain candle loop, without this project: the same model, batches and optimizer.
-fn train_plainly(arguments: Arguments, steps: u64) -> Result<Plain, UserError> {
-    let path = arguments.plain_text.clone().ok_or("a plain loop needs --plain-text")?;
-    let text = std::fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
-    let (window, batch) = (arguments.context as usize + 1, arguments.plain_batch as usize);
-    if text.len() < window {
-        return Err(
-            format!("{}: {} bytes; a window has {window}", path.display(), text.len()).into()
-        );
-    }
-    let mut drawn = Candle::new(ByteModel::new(arguments.clone()));
-    let mut values = vec![0.0; NamedTensor::count(&drawn.tensors())];
-    drawn.initialize(0, &mut values)?;
-    let mut model = ByteModel::new(arguments);
-    let device = model.device()?;
-    let network = model.build(VarBuilder::from_varmap(&VarMap::new(), DType::F32, &device))?;
-    let variables = network.variables();
-    for (variable, declared) in variables.iter().zip(drawn.declared()) {
-        let values = Tensor::from_slice(
-            &values[declared.range.clone()],
-            declared.shape.as_slice(),
-            &device,
-        )?;
-        Var::from_tensor(variable)?.set(&values)?;
-    }
-    let options = plain::Options {
-        beta1: 0.9,
-        beta2: 0.95,
-        epsilon: 1e-8,
-        weight_decay: 0.1,
-        clip_norm: 1.0,
-    };
-    let mut optimizer = plain::AdamW::new(&variables, options)?;
-    let mut windows = text.chunks_exact(window).map(<[u8]>::to_vec).cycle();
-    let (mut losses, mut started) = (Vec::new(), Instant::now());
-    for step in 0..steps {
-        if step == PLAIN_WARM_UP {
-            started = Instant::now();
-        }
-        let rate = model.optimizer().learning_rate(step).expect("AdamW has one");
-        let records: Vec<Vec<u8>> = windows.by_ref().take(batch).collect();
-        let parts = records.chunks(MICRO_BATCH).map(|part| {
-            let part = model.feed(part.to_vec())?;
-            model.loss_sum(&network, part, &mut Cuts::none())
-        });
-        losses.push(optimizer.step(rate, batch, parts)? / batch as f64);
-    }
-    device.synchronize()?;
-    let timed = if steps > PLAIN_WARM_UP { steps - PLAIN_WARM_UP } else { steps };
-    Ok(Plain { seconds_per_step: started.elapsed().as_secs_f64() / timed as f64, losses })
-}
-
-impl Network {
-    /// All tensors, in the order of declaration.
-    fn variables(&self) -> Vec<&Tensor> {
-        let blocks = self.blocks.iter().flat_map(|b| [&b.attend, &b.merge, &b.widen, &b.narrow]);
-        self.embeddings.iter().chain([&self.positions]).chain(blocks).chain([&self.head]).collect()
-    }
-}
-
-/// Initial steps of a plain loop that are not timed.
-const PLAIN_WARM_UP: u64 = 5;
 
 /// Windows per micro-batch: as many as keep the arithmetic units busy without leaving the caches.
 const MICRO_BATCH: usize = 16;

@@ -1,9 +1,8 @@
 //! The drill of the GPU path runs all phases on fake GPUs, and says what one GPU does not show.
 
 use std::ffi::OsStr;
-use std::os::unix::fs::PermissionsExt;
+use std::fs;
 use std::process::Command;
-use std::{env, fs, iter};
 
 use serde_json::Value;
 
@@ -15,7 +14,7 @@ fn drill(arguments: &[&str], variables: &[(&str, &OsStr)]) -> (bool, String, Val
         .arg("--stand-in")
         .arg(elasticdl_stand_ins::folder())
         .args(["--bytes-max", "16384", "--bytes-lost", "1048576", "--effort-ms", "1"])
-        .args(["--python", "/nowhere/python", "--json"])
+        .arg("--json")
         .arg(&file)
         .args(arguments)
         .envs(variables.iter().copied())
@@ -25,32 +24,11 @@ fn drill(arguments: &[&str], variables: &[(&str, &OsStr)]) -> (bool, String, Val
     (output.status.success(), String::from_utf8(output.stdout).unwrap(), figures)
 }
 
-/// A folder with an `nvidia-smi` that lists all processes of the drill, with 300 MiB on each of two
-/// GPUs.
-fn fake_nvidia_smi() -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("nvidia-smi");
-    let script = "#!/bin/sh\n\
-                  for p in /proc/[0-9]*; do\n\
-                  read -r name 2> /dev/null < $p/comm && [ \"$name\" = gpu_drill ] || continue\n\
-                  echo \"${p#/proc/}, 300\"; echo \"${p#/proc/}, 300\"\n\
-                  done\n\
-                  echo '1, [N/A]'\n";
-    fs::write(&path, script).unwrap();
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
-    folder
-}
-
 #[test]
 fn the_drill_completes_and_reports_its_figures() {
-    let programs = fake_nvidia_smi();
-    let path = env::var_os("PATH").unwrap();
-    let folders = iter::once(programs.path().to_owned()).chain(env::split_paths(&path));
-    let path = env::join_paths(folders).unwrap();
-    let (success, table, all) = drill(&[], &[("PATH", &path)]);
+    let (success, table, all) = drill(&[], &[]);
     assert!(success && all["failures"].as_object().unwrap().is_empty(), "{table}");
-    let left_out = all["left_out"].as_object().unwrap();
-    assert!(left_out.keys().eq(["baseline", "step"]), "{left_out:?}\n{table}");
+    assert!(all["left_out"].as_object().unwrap().is_empty(), "{table}");
     let figures = all["figures"].as_array().unwrap();
     let ran = "machine kernels layer job staged init abort-init kill kill-host stop abandon memory \
                nccl exit";
@@ -81,7 +59,6 @@ fn the_drill_completes_and_reports_its_figures() {
     assert!(value("update by AdamW: rate of its 0.1 MB") > 0.0, "{table}");
     assert_eq!([value("records counted"), value("records repeated")], [40_000.0, 0.0]);
     assert_eq!(value("processes that ended well"), 20.0);
-    assert_eq!(value("group 6: used by rank 1"), 600.0);
     for text in ["f32 gradients summed over NCCL 2.28.9", "bf16 gradients summed over NCCL 2.28.9"]
     {
         assert!(has_note(&all, "job", text), "{text}: {table}");
@@ -100,15 +77,14 @@ fn has_note(all: &Value, phase: &str, text: &str) -> bool {
 #[test]
 fn on_one_gpu_a_job_trains_over_nccl_too() {
     let only_one = [("STAND_IN_DEVICES", "1".as_ref())];
-    let (success, table, all) = drill(&["--only", "job,memory"], &only_one);
+    let (success, table, all) = drill(&["--only", "job"], &only_one);
     assert!(success, "{table}");
-    for (phase, text) in [
-        ("job", "workers share a GPU here"),
-        ("job", "f32 gradients summed over NCCL 2.28.9"),
-        ("job", "bf16 gradients summed over NCCL 2.28.9"),
-        ("memory", "no figures of processes: nvidia-smi"),
+    for text in [
+        "workers share a GPU here",
+        "f32 gradients summed over NCCL 2.28.9",
+        "bf16 gradients summed over NCCL 2.28.9",
     ] {
-        assert!(has_note(&all, phase, text), "{phase}: {text}: {table}");
+        assert!(has_note(&all, "job", text), "{text}: {table}");
     }
 }
 

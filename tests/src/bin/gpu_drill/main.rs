@@ -5,8 +5,7 @@
 //! The ranks of most phases are processes of this program. They have a GPU each if there are
 //! enough, and share the first one otherwise: then NCCL is configured as if they were on different
 //! hosts, and uses sockets. The phases with jobs start this program as the `elasticdl` command, and
-//! as a worker, so that it needs no other. A phase that fails is reported, and the others run; so
-//! is one that this machine can't run, with the reason.
+//! as a worker, so that it needs no other. A phase that fails is reported, and the others run.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -23,7 +22,6 @@ use elasticdl_tests::{Command, print};
 use serde_json::{Value, json};
 
 mod abort_init;
-mod baseline;
 #[path = "../counting.rs"]
 mod counting;
 mod job;
@@ -35,7 +33,6 @@ mod model;
 mod phases;
 mod rank;
 mod ranks;
-mod step;
 
 /// Checks and measures the GPU path, and prints a table
 #[derive(Clone, Debug, Parser)]
@@ -56,23 +53,6 @@ struct Arguments {
     /// Seconds after which remaining phases are skipped
     #[arg(long, default_value_t = 420)]
     seconds: u64,
-    /// The example of that name, built with `--features cuda`, to compare steps with a plain loop
-    /// of candle
-    #[arg(long, value_name = "FILE")]
-    bytelm: Option<PathBuf>,
-    /// Its arguments: 100 million parameters, on a GPU
-    #[arg(
-        long,
-        default_value = "--device cuda --width 832 --heads 13 --layers 12 --context 128",
-        allow_hyphen_values = true
-    )]
-    bytelm_arguments: String,
-    /// A Python with PyTorch, for the baseline
-    #[arg(long, value_name = "FILE", default_value = "python3")]
-    python: PathBuf,
-    /// Sum over gloo on the CPU in the baseline, to try it without GPUs
-    #[arg(long, hide = true)]
-    baseline_on_cpu: bool,
     /// Milliseconds that each sum is repeated for
     #[arg(long, default_value_t = 1500)]
     effort_ms: u64,
@@ -117,10 +97,6 @@ struct Drill {
 }
 
 type Fallible<T> = Result<T, Box<dyn std::error::Error>>;
-
-/// Why this machine can't run a phase.
-#[derive(Debug)]
-struct LeftOut(String);
 
 fn main() -> ExitCode {
     if env::var_os("ELASTICDL_MASTER").is_some() {
@@ -194,14 +170,9 @@ impl Drill {
             print(&figure.line());
         }
         let Err(error) = ended else { return };
-        if let Some(LeftOut(reason)) = error.downcast_ref() {
-            print(&format!("{name:<10}  skipped: {reason}"));
-            self.left_out.insert(name, reason.clone());
-        } else {
-            let error = shortened(&error.to_string());
-            print(&format!("{name:<10}  FAILED: {error}"));
-            self.failures.insert(name, error);
-        }
+        let error = shortened(&error.to_string());
+        print(&format!("{name:<10}  FAILED: {error}"));
+        self.failures.insert(name, error);
     }
 
     fn add(
@@ -307,14 +278,6 @@ impl Figure {
         json!({ "phase": self.phase, "what": self.what, "value": self.value, "unit": self.unit })
     }
 }
-
-impl std::fmt::Display for LeftOut {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for LeftOut {}
 
 /// The start of a message, of at most [`ERROR_CHARS`] characters.
 fn shortened(message: &str) -> String {

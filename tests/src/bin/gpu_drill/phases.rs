@@ -7,13 +7,11 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::abort_init::abort_init;
-use crate::baseline::baseline;
 use crate::job::job;
 use crate::kernels::kernels;
 use crate::layer::layer;
 use crate::memory::memory;
 use crate::ranks::Ranks;
-use crate::step::step;
 use crate::{Drill, Fallible};
 
 /// A phase of the drill.
@@ -25,7 +23,7 @@ pub(crate) struct Phase {
 }
 
 /// In the order of what they are worth on a machine that is lent for minutes.
-pub(crate) const ALL: [Phase; 16] = [
+pub(crate) const ALL: [Phase; 14] = [
     phase(MACHINE, "the machine, and the rates of its copies", machine),
     phase("kernels", "this machine's NVRTC and driver compute what the CPU does", kernels),
     phase("layer", "the GPU's time for the layer's own work in a step", layer),
@@ -39,8 +37,6 @@ pub(crate) const ALL: [Phase; 16] = [
     phase("abandon", "an abort of NCCL beyond its deadline is reported", abandon),
     phase("memory", "GPU memory after one group with NCCL, and after several", memory),
     phase("nccl", "sums over NCCL, beside NCCL without this layer", nccl),
-    phase("baseline", "sums of PyTorch on the same GPUs", baseline),
-    phase("step", "steps of a job of one worker, beside a plain loop of candle", step),
     phase("exit", "processes that end right after NCCL was finalized end well", exit),
 ];
 
@@ -294,7 +290,7 @@ fn worlds(drill: &Drill) -> [usize; 2] {
 }
 
 /// Buffer sizes from 4 KiB to `most`, each four times the one before.
-pub(crate) fn sizes(most: usize) -> impl Iterator<Item = usize> {
+fn sizes(most: usize) -> impl Iterator<Item = usize> {
     std::iter::successors(Some(4096), |bytes| Some(bytes * 4))
         .take_while(move |bytes| *bytes <= most)
 }
@@ -307,7 +303,7 @@ pub(crate) fn number(value: &Value) -> Fallible<f64> {
     value.as_f64().ok_or_else(|| format!("a rank answered {value} instead of a number").into())
 }
 
-pub(crate) fn size(bytes: usize) -> String {
+fn size(bytes: usize) -> String {
     match bytes {
         0..0x10_0000 => format!("{} KiB", bytes >> 10),
         0x10_0000..0x4000_0000 => format!("{} MiB", bytes >> 20),

@@ -238,7 +238,7 @@ impl Rank {
     /// The memory of this rank's GPU that is in use, by all processes.
     fn memory(&self) -> Fallible<Value> {
         let (free, total) = self.device.stream().context().mem_get_info()?;
-        Ok(json!({ "pid": std::process::id(), "used": total - free }))
+        Ok(json!({ "used": total - free }))
     }
 
     /// Builds a second communicator without the layers above NCCL.

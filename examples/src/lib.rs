@@ -1,3 +1,0 @@
-//! Code shared by the example models.
-
-pub mod plain;
