@@ -21,6 +21,7 @@ mod inference;
 mod lifecycle;
 mod master;
 mod metrics;
+mod network_policy;
 mod own_trouble;
 mod partition;
 mod pods;

@@ -31,7 +31,7 @@ fn table() -> String {
         let text = fs::read_to_string(&path).unwrap();
         let in_cluster = folder == "cluster";
         let command = match (folder, name) {
-            ("" | "jobs", "network_policy" | "simulation" | "zoo") => format!("--test {name}"),
+            ("", "simulation" | "zoo") => format!("--test {name}"),
             ("cluster" | "jobs", "main") => continue,
             ("cluster", _) => String::new(),
             ("jobs", _) => format!("--test jobs {name}::"),

@@ -5,6 +5,7 @@
 
 mod commands;
 mod console;
+mod manifests;
 
 use std::fs;
 use std::io::{BufRead as _, BufReader};

@@ -1,8 +1,6 @@
 //! The network policies of a job allow the connections that it has, by the objects that a dry run
 //! prints.
 
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
 use std::net::IpAddr;
 use std::process::Command;
 

@@ -1,7 +1,5 @@
 //! The manifests agree with the code.
 
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
