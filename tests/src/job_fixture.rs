@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use elasticdl_proto::WorkerId;
+use elasticdl_proto::{Status, WorkerId};
 use rand::rngs::ChaCha8Rng;
 use rand::seq::IteratorRandom;
 use rand::{RngExt, SeedableRng};
@@ -242,6 +242,16 @@ impl Running {
     /// A random worker of the job, and its process id; `None` while there are none.
     pub fn any_worker(&self, rng: &mut impl rand::Rng) -> Option<(WorkerId, u32)> {
         self.workers().into_iter().choose(rng)
+    }
+
+    /// Waits until the job has written this number of checkpoints.
+    ///
+    /// # Panics
+    /// As for [`Running::wait_for`].
+    pub fn wait_for_checkpoints(&mut self, count: u64) -> Status {
+        self.wait_for("checkpoints", |status| {
+            status.checkpoints.as_ref().is_some_and(|known| known.saved >= count)
+        })
     }
 
     /// Sends a signal to all workers of the job.

@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
-use elasticdl::readers::{CsvRows, IdxImages, ParquetRows, TextWindows};
+use elasticdl::readers::{CsvRows, ParquetRows, TextWindows};
 use elasticdl::{Gradients, Loss, Model, NamedTensor, Reader, UserError};
 use elasticdl_tests::{Command, FaultRates, S3};
 use parquet::data_type::{ByteArray, ByteArrayType, FloatType};
@@ -68,7 +68,6 @@ fn main() -> ExitCode {
     match words.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["csv", ..] => work(|| CsvRows::new().f32("x").f32("y").text("name")),
         ["parquet", ..] => work(|| ParquetRows::new().f32("x").f32("y").text("name")),
-        ["idx", ..] => work(|| IdxImages::new(2, 2)),
         ["text", ..] => work(|| TextWindows::new(4)),
         ["speed", elasticdl] => speed(elasticdl, 1_000_000),
         ["speed", elasticdl, rows] => {

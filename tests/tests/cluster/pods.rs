@@ -18,14 +18,6 @@ use serde_json::Value;
 
 use crate::{ELASTICDL, cluster_tests, namespace};
 
-fn three_pods_train_each_record_once_and_leave_nothing() {
-    let namespace = namespace("train");
-    let job = Job::start(&namespace, "count", &["--num-workers", "3", "--num-epochs", "2"], 2000);
-    // Long enough for the command to learn that the master runs.
-    let output = job.assert_completes(2);
-    assert!(output.contains("the master is running"), "{output}");
-}
-
 fn pods_that_are_deleted_and_killed_cost_no_record() {
     let namespace = namespace("fire");
     let options = ["--num-workers", "3", "--num-epochs", "25", "--max-worker-restarts", "0"];
@@ -292,7 +284,6 @@ fn a_job_at_rest_makes_few_api_calls() {
 
 cluster_tests![
     a_job_at_rest_makes_few_api_calls,
-    three_pods_train_each_record_once_and_leave_nothing,
     pods_that_are_deleted_and_killed_cost_no_record,
     the_page_of_a_job_shows_it_scales_it_and_stops_it,
     pods_of_two_workers_train_each_record_once_and_end_together,

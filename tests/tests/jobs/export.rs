@@ -38,19 +38,6 @@ fn the_final_model_is_exported_whichever_worker_was_killed() {
 }
 
 #[test]
-fn a_stopped_job_exports_what_it_has_trained() {
-    let fixture = fixture(100_000);
-    let path = fixture.path("m.safetensors");
-    let mut job = fixture.command(0).option("export", &path).start();
-    job.wait_for_first_steps();
-    job.signal(Signal::INT);
-    let ended = job.wait();
-    assert_eq!(ended.code, Some(130), "{}", ended.output);
-    let counted: f32 = exported_counts(&path).iter().sum();
-    assert_eq!(counted as u64, ended.summary().records.counted);
-}
-
-#[test]
 fn an_export_path_that_cannot_be_written_to_is_refused_before_training() {
     let fixture = fixture(1);
     std::fs::write(fixture.path("file"), "").unwrap();

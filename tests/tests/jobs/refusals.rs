@@ -28,22 +28,6 @@ fn assert_refused(ended: &Ended, words: &[&str]) {
 }
 
 #[test]
-fn missing_data_is_named() {
-    let folder = tempfile::tempdir().unwrap();
-    let ended = train(&folder, "text", Path::new("/no/such/folder")).run();
-    assert_refused(&ended, &["/no/such/folder"]);
-}
-
-#[test]
-fn an_empty_folder_is_named() {
-    let folder = tempfile::tempdir().unwrap();
-    let data = folder.path().join("empty");
-    fs::create_dir(&data).unwrap();
-    let ended = train(&folder, "text", &data).run();
-    assert_refused(&ended, &[data.to_str().unwrap()]);
-}
-
-#[test]
 fn a_row_with_too_few_columns_is_named_with_file_and_line() {
     let folder = tempfile::tempdir().unwrap();
     let data = folder.path().join("points.csv");
@@ -53,30 +37,6 @@ fn a_row_with_too_few_columns_is_named_with_file_and_line() {
     fs::write(&data, lines.join("\n")).unwrap();
     let ended = train(&folder, "csv", &data).run();
     assert_refused(&ended, &[data.to_str().unwrap(), "line 17"]);
-}
-
-#[test]
-fn a_wrong_magic_and_a_short_file_are_named() {
-    let folder = tempfile::tempdir().unwrap();
-    let data = folder.path().join("digits");
-    fs::create_dir(&data).unwrap();
-    let header = |magic: u32, dims: &[u32]| -> Vec<u8> {
-        [magic].iter().chain(dims).flat_map(|n| n.to_be_bytes()).collect()
-    };
-    let write = |images: Vec<u8>| {
-        fs::write(data.join("train-images-idx3-ubyte"), images).unwrap();
-        let labels = [header(0x801, &[10]), vec![1; 10]].concat();
-        fs::write(data.join("train-labels-idx1-ubyte"), labels).unwrap();
-    };
-    write([header(0x802, &[10, 2, 2]), vec![0; 40]].concat());
-    let ended = train(&folder, "idx", &data).run();
-    assert_refused(&ended, &["train-images-idx3-ubyte", "magic"]);
-    write([header(0x803, &[10, 2, 2]), vec![0; 39]].concat());
-    let ended = train(&folder, "idx", &data).run();
-    assert_refused(&ended, &["train-images-idx3-ubyte", "55", "56"]);
-    write([header(0x803, &[10, 2, 2]), vec![0; 40]].concat());
-    let ended = train(&folder, "idx", &data).option("global-batch-size", "5").run();
-    assert_eq!((ended.code, ended.summary().records.counted), (Some(0), 10), "{}", ended.output);
 }
 
 #[test]
@@ -107,13 +67,4 @@ fn bad_rows_are_skipped_and_listed_up_to_the_limit() {
     assert_eq!((skipped.bad, skipped.nulls, skipped.first.len()), (2, 0, 2));
     assert!(skipped.first[1].contains("points.csv line 201: column \"y\""), "{skipped:?}");
     assert!(ended.output.contains("2 bad, 0 with nulls"), "{}", ended.output);
-}
-
-#[test]
-fn a_reader_that_cannot_skip_records_says_so() {
-    let folder = tempfile::tempdir().unwrap();
-    let data = folder.path().join("text");
-    fs::write(&data, "a text that is long enough for a few windows of it").unwrap();
-    let ended = train(&folder, "text", &data).option("bad-records", "skip:1").run();
-    assert_refused(&ended, &["this reader cannot skip records", "--bad-records fail"]);
 }

@@ -7,8 +7,6 @@ use std::sync::OnceLock;
 use elasticdl_tests::{
     Command, DeterminismCase, Ended, JobFixture, Programs, each_once, exported_counts, send,
 };
-use rand::SeedableRng;
-use rand::rngs::ChaCha8Rng;
 use rustix::process::Signal;
 
 use crate::PROGRAMS;
@@ -62,35 +60,11 @@ fn command(fixture: &JobFixture, dir: &Path) -> Command {
 }
 
 #[test]
-fn workers_that_are_killed_in_turn_lose_nothing() {
-    let fixture = fixture(3);
-    let command = fixture.command(1).option("checkpoint-dir", "none").flag("shard-optimizer");
-    let mut job = command.start().keeping(fixture.folder);
-    let mut rng = ChaCha8Rng::seed_from_u64(1);
-    job.wait_for_first_steps();
-    for _ in 0..3 {
-        let (worker, pid) = job.any_worker(&mut rng).expect("workers are there");
-        send(pid, Signal::KILL);
-        job.wait_for_members_without(3, &[worker]);
-        // Few chunks are copied between two steps.
-        job.wait_for_next_step();
-        job.wait_for_next_step();
-    }
-    job.hurry();
-    let ended = job.wait();
-    ended.assert_exact("after three kills");
-    let summary = ended.summary();
-    assert_eq!((summary.rows_lost, summary.state_lost), (None, None), "{}", ended.output);
-}
-
-#[test]
 fn a_group_that_has_lost_both_copies_goes_back_to_the_newest_checkpoint() {
     let fixture = fixture(3);
     let dir = fixture.folder.path().join("checkpoints");
     let mut job = command(&fixture, &dir).start();
-    job.wait_for("a checkpoint", |status| {
-        status.checkpoints.as_ref().is_some_and(|known| known.saved >= 1)
-    });
+    job.wait_for_checkpoints(1);
     // All chunks are on one worker, or two: of three workers, each pair holds both copies of some.
     job.workers().into_values().take(2).for_each(|pid| send(pid, Signal::KILL));
     let ended = job.wait();
@@ -115,9 +89,7 @@ fn a_job_goes_on_from_the_checkpoints_of_either_mode_with_another_number_of_work
         let of_first = of_first.option("checkpoint-every", "15");
         let of_first = if shards { of_first.flag("shard-optimizer") } else { of_first };
         let mut job = of_first.start();
-        job.wait_for("a checkpoint", |status| {
-            status.checkpoints.as_ref().is_some_and(|known| known.saved >= 1)
-        });
+        job.wait_for_checkpoints(1);
         job.signal(Signal::TERM);
         job.wait().assert_outcome(143, "stopped");
         for (workers, shards_next) in [(1, true), (5, true), (2, false)] {
@@ -131,22 +103,6 @@ fn a_job_goes_on_from_the_checkpoints_of_either_mode_with_another_number_of_work
             next_command.run().assert_exact(&context);
         }
     }
-}
-
-#[test]
-fn all_workers_that_are_lost_resume_from_a_checkpoint() {
-    let fixture = fixture(3);
-    let dir = fixture.folder.path().join("checkpoints");
-    let mut job = command(&fixture, &dir).start();
-    for saved in [1, 3] {
-        job.wait_for("a checkpoint", |status| {
-            status.checkpoints.as_ref().is_some_and(|known| known.saved >= saved)
-        });
-        job.signal_workers(Signal::KILL);
-    }
-    let ended = job.wait();
-    ended.assert_exact("after two losses");
-    assert!(ended.summary().checkpoints.as_ref().unwrap().restored.len() >= 2, "{}", ended.output);
 }
 
 #[test]

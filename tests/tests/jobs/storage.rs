@@ -213,9 +213,7 @@ fn workers_that_wait_for_their_checkpoint_are_neither_lost_nor_counted_as_failed
         .option("checkpoint-every", "10")
         .option("max-worker-restarts", "0")
         .start();
-    job.wait_for("a checkpoint", |status| {
-        status.checkpoints.as_ref().is_some_and(|kept| kept.saved > 0)
-    });
+    job.wait_for_checkpoints(1);
     let former = job.status().generation;
     server.set_fault_rates(FaultRates { unavailable: true, ..FaultRates::default() });
     job.members().into_iter().for_each(|(_, pid)| send(pid, Signal::KILL));

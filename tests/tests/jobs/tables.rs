@@ -36,23 +36,6 @@ fn assert_exact(ended: &Ended, context: &str) {
 }
 
 #[test]
-fn rows_are_read_from_a_checkpoint_when_all_workers_are_lost() {
-    let fixture = fixture(3);
-    let dir = fixture.folder.path().join("checkpoints");
-    let command = fixture.command(1).option("checkpoint-dir", dir.to_str().unwrap());
-    let mut job = command.option("checkpoint-every", "15").start();
-    for saved in [1, 3] {
-        job.wait_for("a checkpoint", |status| {
-            status.checkpoints.as_ref().is_some_and(|known| known.saved >= saved)
-        });
-        job.signal_workers(Signal::KILL);
-    }
-    let ended = job.wait();
-    assert_exact(&ended, "after two losses");
-    assert!(ended.summary().checkpoints.as_ref().unwrap().restored.len() >= 2, "{}", ended.output);
-}
-
-#[test]
 fn rows_survive_when_all_workers_are_killed_while_they_write_what_has_changed() {
     let program_options = &["--tables", "--short-lived"];
     // So slow that the job outlasts the kills.
@@ -63,15 +46,11 @@ fn rows_survive_when_all_workers_are_killed_while_they_write_what_has_changed() 
     let mut rng = ChaCha8Rng::seed_from_u64(1);
     // Most of the time, a checkpoint is being written.
     for saved in [3, 8, 13] {
-        job.wait_for("checkpoints", |status| {
-            status.checkpoints.as_ref().is_some_and(|known| known.saved >= saved)
-        });
+        job.wait_for_checkpoints(saved);
         std::thread::sleep(Duration::from_millis(rng.random_range(0..50)));
         job.signal_workers(Signal::KILL);
     }
-    job.wait_for("checkpoints", |status| {
-        status.checkpoints.as_ref().is_some_and(|known| known.saved >= 18)
-    });
+    job.wait_for_checkpoints(18);
     job.signal(Signal::TERM);
     let ended = job.wait();
     ended.assert_outcome(143, "stopped");
@@ -146,9 +125,7 @@ fn a_group_that_has_lost_all_copies_of_rows_goes_back_to_the_newest_checkpoint()
     let dir = fixture.folder.path().join("checkpoints");
     let command = fixture.command(1).option("checkpoint-dir", dir.to_str().unwrap());
     let mut job = command.option("checkpoint-every", "15").start();
-    job.wait_for("a checkpoint", |status| {
-        status.checkpoints.as_ref().is_some_and(|known| known.saved >= 1)
-    });
+    job.wait_for_checkpoints(1);
     job.workers().into_values().take(2).for_each(|pid| send(pid, Signal::KILL));
     let ended = job.wait();
     assert_exact(&ended, "after the loss of both copies");
@@ -251,9 +228,7 @@ fn touches_of_rows_that_are_not_admitted_or_were_evicted_stay_counted() {
     let command = fixture.command(1).option("checkpoint-dir", dir.to_str().unwrap());
     let command = command.option("export", model.to_str().unwrap());
     let mut job = command.option("checkpoint-every", "15").start();
-    job.wait_for("a checkpoint", |status| {
-        status.checkpoints.as_ref().is_some_and(|known| known.saved >= 3)
-    });
+    job.wait_for_checkpoints(3);
     job.signal_workers(Signal::KILL);
     job.wait_for_members(3);
     job.workers().into_values().take(1).for_each(|pid| send(pid, Signal::KILL));
@@ -273,9 +248,7 @@ fn a_checkpoint_whose_rows_are_damaged_is_passed_over_and_told_as_such() {
     let dir = first.folder.path().join("checkpoints");
     let command = first.command(1).option("checkpoint-dir", dir.to_str().unwrap());
     let mut job = command.option("checkpoint-every", "15").start();
-    job.wait_for("two checkpoints", |status| {
-        status.checkpoints.as_ref().is_some_and(|known| known.saved >= 2)
-    });
+    job.wait_for_checkpoints(2);
     job.signal(Signal::TERM);
     job.wait().assert_outcome(143, "stopped");
     let folders = std::fs::read_dir(&dir).unwrap().map(|entry| entry.unwrap().path());

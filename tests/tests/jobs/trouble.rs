@@ -80,9 +80,7 @@ fn a_job_whose_workers_are_all_killed_resumes_from_its_own_directory() {
     let fixture = pair(400);
     let command = || fixture.command(0).option("max-workers", "2");
     let mut job = command().option("checkpoint-every", "10").start();
-    job.wait_for("a checkpoint", |status| {
-        status.checkpoints.as_ref().is_some_and(|checkpoints| checkpoints.saved > 0)
-    });
+    job.wait_for_checkpoints(1);
     job.signal_workers(Signal::KILL);
     let ended = job.wait();
     ended.assert_exact("all killed");
