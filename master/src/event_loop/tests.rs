@@ -1,7 +1,5 @@
 //! A master in a cluster whose lease runs out, seen by a worker.
 
-mod whole_jobs;
-
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 

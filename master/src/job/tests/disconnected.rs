@@ -7,7 +7,7 @@ use super::directed::{
     actions, at, broken, committed, connect, deliver, finished, formed, launch_at, membership,
     memberships, send, started,
 };
-use super::takeover::{admit, reconnect, reconnect_with, refused, returned, spec_of};
+use super::takeover::{admit, reconnect, reconnect_as, reconnect_with, refused, returned, spec_of};
 use crate::job::testing::dataset;
 
 fn disconnect(job: &mut Job, ms: u64, i: u64) {
@@ -182,18 +182,12 @@ fn joiners_reconnect_too_and_receive_possibly_lost_messages_again() {
     actions(&mut job);
     let unprepared =
         Resume { worker: WorkerId(1), membership: None, parameters: None, holds_state: false };
-    let return_unprepared = |job: &mut Job, i: u64| {
-        let resume = Some(Resume { worker: WorkerId(i), ..unprepared.clone() });
-        let (connection, launch, address) =
-            (ConnectionId(i), LaunchId(i), super::directed::address(i));
-        job.handle(at(50), Event::Connected { connection, launch, address, pid: 1, resume });
-    };
-    return_unprepared(&mut job, 1);
+    reconnect_as(&mut job, 50, unprepared.clone());
     assert_eq!(actions(&mut job), [admit(1), send(1, MasterMessage::Describe)]);
     deliver(&mut job, 1, WorkerMessage::Described(Ok(data.clone())));
     disconnect(&mut job, 60, 1);
     actions(&mut job);
-    return_unprepared(&mut job, 1);
+    reconnect_as(&mut job, 50, unprepared);
     assert_eq!(actions(&mut job), [admit(1), send(1, MasterMessage::Prepare(data))]);
     // The worker was ready, and its message may have been lost.
     disconnect(&mut job, 70, 1);

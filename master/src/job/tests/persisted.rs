@@ -63,17 +63,7 @@ fn the_largest_persisted_job_is_within_its_documented_size() {
 #[test]
 fn a_job_that_ended_within_an_epoch_persists_only_its_totals() {
     let mut job = half_way();
-    let launch = LaunchId(1);
-    job.handle(
-        at(1),
-        Event::Connected {
-            connection: ConnectionId(1),
-            launch,
-            address: "127.0.0.1:1".parse().unwrap(),
-            pid: 7,
-            resume: None,
-        },
-    );
+    connect(&mut job, 1);
     job.end(at(2), Outcome::Stopped, None);
     let record = job.to_persisted();
     assert!(json_bytes(&record) < 8 << 10, "{} bytes", json_bytes(&record));

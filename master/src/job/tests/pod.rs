@@ -6,7 +6,7 @@ use elasticdl_proto::WorkerId;
 
 use super::super::*;
 use super::directed::{
-    actions, address, at, committed, connect, deliver, finished, formed, launch_at, leaves, lose,
+    actions, at, committed, connect, deliver, finished, formed, launch_at, leaves, lose,
     membership, send, started,
 };
 use super::takeover::reconnect_with;
@@ -24,10 +24,6 @@ fn kill(launch: u64) -> Action {
 
 fn ended(job: &mut Job, ms: u64, launch: u64, exit: Exit) {
     job.handle(at(ms), Event::ProcessEnded { launch: LaunchId(launch), exit });
-}
-
-fn gone(job: &mut Job, ms: u64, worker: u64) {
-    lose(job, ms, worker);
 }
 
 fn broadcast_membership(workers: &[u64], of: &Membership) -> Vec<Action> {
@@ -96,10 +92,10 @@ fn a_worker_of_an_ended_pod_does_not_describe_the_data_set_instead_of_another_on
 fn a_crash_ends_the_pod_and_counts_once() {
     let mut job = started(pods(), &[20]);
     deliver(&mut job, 1, committed(1, 1, &[(0, 4)]));
-    gone(&mut job, 1, 1);
+    lose(&mut job, 1, 1);
     assert_eq!(actions(&mut job), broadcast_membership(&[3, 4, 2], &membership(2, &[3, 4], true)));
     // The worker has been released, so its end is not a loss.
-    gone(&mut job, 2, 2);
+    lose(&mut job, 2, 2);
     assert_eq!(actions(&mut job), []);
     ended(&mut job, 3, 1, Exit::Signal(11));
     assert_eq!((actions(&mut job), job.lifecycle.failures()), (vec![launch_at(5, 0)], 1));
@@ -124,7 +120,7 @@ fn a_failure_reported_by_a_worker_is_not_counted_again_at_its_pods_end() {
 #[test]
 fn a_pod_that_lost_a_worker_has_three_seconds_to_end_by_itself() {
     let mut job = started(pods(), &[20]);
-    gone(&mut job, 0, 4);
+    lose(&mut job, 0, 4);
     actions(&mut job);
     job.handle_timeout(at(2999));
     assert_eq!(actions(&mut job), []);
@@ -254,18 +250,13 @@ fn a_pod_is_not_killed_while_one_of_its_workers_finishes() {
         sent.contains(&send(4, MasterMessage::Shutdown("the job is stopping".into()))),
         "{sent:?}"
     );
-    gone(&mut job, 1001, 4);
+    lose(&mut job, 1001, 4);
     job.handle_timeout(at(30_000));
     assert_eq!(actions(&mut job), []);
 }
 
 fn reconnect(job: &mut Job, ms: u64, i: u64, members: &[u64]) {
-    let membership = Some(membership(1, members, true));
-    let resume =
-        Some(Resume { worker: WorkerId(i), membership, parameters: Some(10), holds_state: false });
-    let (connection, launch, address, pid) =
-        (ConnectionId(i), LaunchId(i), address(i), 100 + i as u32);
-    job.handle(at(ms), Event::Connected { connection, launch, address, pid, resume });
+    reconnect_with(job, ms, i, Some(membership(1, members, true)));
 }
 
 #[test]
@@ -297,7 +288,7 @@ fn a_successor_adopts_whole_pods_and_reuses_no_id() {
 #[test]
 fn a_successor_adopts_no_half_pod() {
     let mut job = started(JobSpec { num_workers: 2, ..pods() }, &[20]);
-    gone(&mut job, 1, 1);
+    lose(&mut job, 1, 1);
     assert_eq!(actions(&mut job), []);
     let mut job = Job::restore(job.to_persisted(), at(1000)).unwrap();
     assert_eq!(actions(&mut job), [kill(1), launch_at(3, 0)]);

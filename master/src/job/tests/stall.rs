@@ -5,7 +5,7 @@ use std::time::Duration;
 use elasticdl_proto::{Generation, WorkerId};
 
 use super::super::*;
-use super::directed::{actions, address, at, committed, deliver, finished, formed, launch_at};
+use super::directed::{actions, at, committed, connect, deliver, finished, formed, launch_at};
 use crate::job::testing::spec;
 
 /// A started job of four workers with a worker timeout of one second; launch n is worker n, and the
@@ -228,10 +228,8 @@ fn with_all_handshakes_lost_every_link_is_suspect() {
 #[test]
 fn a_switch_that_one_member_cannot_complete_does_not_block_for_ever() {
     let mut job = watched();
-    let connection = ConnectionId(5);
     job.handle(at(0), Event::Scale { num_workers: 5 });
-    let (launch, address) = (LaunchId(5), address(5));
-    job.handle(at(0), Event::Connected { connection, launch, address, pid: 105, resume: None });
+    connect(&mut job, 5);
     deliver(&mut job, 5, WorkerMessage::Ready { parameters: 10 });
     deliver(&mut job, 5, WorkerMessage::CaughtUp { step: 0 });
     assert_eq!(outcome(&mut job), (vec![], Some((vec![1, 2, 3, 4, 5], false))));

@@ -98,21 +98,6 @@ async fn an_end_by_sigterm_that_is_not_explained_is_reported_in_time_and_once() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_unresponsive_node_is_given_a_little_more_than_the_grace_period() {
-    let (fake, mut pods) = started().await;
-    fake.terminate("j-w-1");
-    assert_eq!(next(&mut pods).await, terminating());
-    let start = Instant::now();
-    // Further events do not restart the time limit.
-    tokio::time::sleep(Duration::from_secs(20)).await;
-    fake.set_status("j-w-1", running());
-    let message = format!("it was to end in 10 s, and its node does not answer: {DELETED}");
-    assert_eq!(next(&mut pods).await, reclaimed(ReclaimCause::NodeLost, &message));
-    let waited = start.elapsed();
-    assert!(waited >= Duration::from_secs(25) && waited <= Duration::from_secs(27), "{waited:?}");
-}
-
-#[tokio::test(start_paused = true)]
 async fn the_events_of_an_older_scheduler_are_read_once_per_deletion() {
     let (fake, mut pods) = started().await;
     let message = "Preempted by ns/high on node n";
@@ -302,20 +287,6 @@ async fn a_master_without_its_lease_neither_creates_nor_deletes_pods() {
     tokio::time::sleep(Duration::from_secs(600)).await;
     assert_eq!(fake.state().names(), ["j-w-1"]);
     assert_eq!(fake.state().deleted, [""; 0]);
-}
-
-#[tokio::test(start_paused = true)]
-async fn a_pod_has_the_class_of_its_slot() {
-    let (fake, cluster) = FakeServer::start();
-    let mut pods = pods_of(&cluster, LeaseGuard::unlimited(), Some(PriorityTiers::shipped()));
-    for (launch, index) in [(1, 0), (2, 1), (3, 2), (4, 70)] {
-        pods.start(LaunchId(launch), index);
-    }
-    let core = Some("elasticdl-core".to_owned());
-    let expected =
-        [core.clone(), core, Some("elasticdl-tier-1".into()), Some("elasticdl-tier-10".into())];
-    assert!(classes(&mut pods, 4).await.into_values().eq(expected));
-    assert_eq!(fake.state().pod("j-w-4")["spec"]["priorityClassName"], "elasticdl-tier-10");
 }
 
 #[tokio::test(start_paused = true)]

@@ -97,19 +97,6 @@ pub(super) async fn until(is_so: impl Fn() -> bool) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_pod_is_created_runs_and_ends_once() {
-    let (fake, mut pods) = started().await;
-    fake.set_status("j-w-1", exited(3));
-    assert_eq!(next(&mut pods).await, ended(Exit::Code(3)));
-    // Events after the end are ignored.
-    fake.set_status("j-w-1", exited(3));
-    fake.remove("j-w-1");
-    pods.start(LaunchId(2), 0);
-    assert_eq!(next(&mut pods).await, (LaunchId(2), BackendEvent::Waiting(Wait::Scheduling(None))));
-    until(|| fake.state().names() == ["j-w-2"]).await;
-}
-
-#[tokio::test(start_paused = true)]
 async fn a_creation_whose_answer_was_lost_creates_no_second_pod() {
     let (fake, mut pods) = pods();
     fake.state().lost = 1;
@@ -181,19 +168,6 @@ async fn a_pod_that_was_removed_between_two_lists_has_ended() {
         next(&mut pods).await,
         ended(Exit::reclaimed(ReclaimCause::Deleted, "its pod is gone"))
     );
-}
-
-#[tokio::test(start_paused = true)]
-async fn a_killed_launch_that_keeps_running_is_deleted_after_a_moment() {
-    let (fake, mut pods) = started().await;
-    let before = Instant::now();
-    pods.kill(ONE);
-    assert_eq!(
-        next(&mut pods).await,
-        ended(Exit::reclaimed(ReclaimCause::Unwanted, "it is not wanted any more"))
-    );
-    assert_eq!(before.elapsed(), END_WAIT);
-    until(|| fake.state().deleted == ["j-w-1"]).await;
 }
 
 #[tokio::test(start_paused = true)]

@@ -175,6 +175,8 @@ fn a_node_that_does_not_end_a_pod_in_time_is_given_up() {
     let actions = handle(&mut tracker, 5, PodEvent::Applied(terminating(running())));
     assert!(matches!(actions[..], [PodAction::Report(ONE, BackendEvent::Terminating(..))]));
     let due = 5 + 10 + GRACE_SLACK.as_secs();
+    // Further events do not restart the time limit.
+    assert_eq!(handle(&mut tracker, 15, PodEvent::Applied(terminating(running()))), []);
     // Its reason is asked for once.
     let asked = handle(&mut tracker, due - 1, PodEvent::Tick);
     let [PodAction::Investigate(pods)] = &asked[..] else { panic!("{asked:?}") };
@@ -200,24 +202,6 @@ fn deletions_are_investigated_together_and_their_reasons_reported_after_the_end(
         panic!("{actions:?}")
     };
     assert_eq!(*explained, report(BackendEvent::Explained("preempted by ns/high".into())));
-}
-
-#[test]
-fn a_missing_class_is_removed_once_and_the_pod_created_again() {
-    let mut tracker = tracker_with(Some(PriorityTiers::shipped()));
-    for launch in [2, 3] {
-        handle(&mut tracker, 0, PodEvent::Start(LaunchId(launch), 1));
-    }
-    let missing = || CreateOutcome::MissingClass("elasticdl-tier-1".into());
-    let first = handle(&mut tracker, 1, PodEvent::Created(LaunchId(2), missing()));
-    let [PodAction::Warn(_), PodAction::Report(..), PodAction::Create(_, pod)] = &first[..] else {
-        panic!("{first:?}")
-    };
-    let class = |pod: &Pod| pod.spec.clone().unwrap().priority_class_name;
-    assert_eq!(class(pod).as_deref(), Some("elasticdl-tier-10"));
-    let second = handle(&mut tracker, 1, PodEvent::Created(LaunchId(3), missing()));
-    let [PodAction::Create(_, pod)] = &second[..] else { panic!("{second:?}") };
-    assert_eq!(class(pod).as_deref(), Some("elasticdl-tier-10"));
 }
 
 /// Every history of five events of one launch: it ends once, says nothing after that but the
