@@ -43,11 +43,6 @@ macro_rules! conforms {
             }
 
             #[test]
-            fn any_group_sums_correctly_or_fails() {
-                conformance::any_group_sums_correctly_or_fails(&$form);
-            }
-
-            #[test]
             fn a_waiting_rank_can_be_aborted() {
                 conformance::a_waiting_rank_can_be_aborted(&$form);
             }
