@@ -126,3 +126,19 @@ class RunningJob:
                 kills, step = kills + 1, now
             time.sleep(0.02)
         return kills
+
+
+class CountingTest(unittest.TestCase):
+    """Jobs of ``RECORDS`` records whose program writes how often each one was counted."""
+
+    def check(self, job, context):
+        self.assertEqual(job.wait(), 0, f"{context}\n{job.text()}")
+        records = job.summary()["records"]
+        expected = self.RECORDS * self.EPOCHS
+        self.assertEqual(
+            [records[key] for key in ("expected", "counted", "missing", "repeated")],
+            [expected, expected, 0, 0],
+            context,
+        )
+        counts = set((job.path / "counts").read_text().splitlines())
+        self.assertEqual(counts, {f"{self.EPOCHS:.1f} {self.EPOCHS:.1f}"}, context)

@@ -24,7 +24,7 @@ except ImportError as error:
     raise unittest.SkipTest(f"{error}: install the package, with `pip install worker/python`")
 
 import launched
-from jobs import HERE, RunningJob, needs_elasticdl
+from jobs import HERE, CountingTest, RunningJob, needs_elasticdl
 
 
 def alone(program, timeout=60):
@@ -250,7 +250,7 @@ class RingTest(unittest.TestCase):
 
 
 @needs_elasticdl
-class Jobs(unittest.TestCase):
+class Jobs(CountingTest):
     """Jobs with a master."""
 
     RECORDS, EPOCHS = 3000, 2
@@ -258,19 +258,6 @@ class Jobs(unittest.TestCase):
     def job(self, **options):
         program = [HERE / "count.py", self.RECORDS, 1500, "{job}/counts"]
         return RunningJob(program, epochs=self.EPOCHS, **options)
-
-    def check(self, job, context):
-        code = job.wait()
-        self.assertEqual(code, 0, f"{context}\n{job.text()}")
-        records = job.summary()["records"]
-        expected = self.RECORDS * self.EPOCHS
-        self.assertEqual(
-            [records[key] for key in ("expected", "counted", "missing", "repeated")],
-            [expected, expected, 0, 0],
-            context,
-        )
-        counts = set((job.path / "counts").read_text().splitlines())
-        self.assertEqual(counts, {f"{self.EPOCHS:.1f} {self.EPOCHS:.1f}"}, context)
 
     def test_records_count_once_under_kills(self):
         for seed in range(int(os.environ.get("ELASTICDL_PYTHON_SCHEDULES", "2"))):

@@ -10,7 +10,7 @@ import unittest
 if importlib.util.find_spec("torch") is None:
     raise unittest.SkipTest("PyTorch is not installed; .ci/python installs it and runs these tests")
 
-from jobs import HERE, RunningJob, needs_elasticdl
+from jobs import HERE, CountingTest, RunningJob, needs_elasticdl
 from test_torch import run
 
 SETUP = """
@@ -167,7 +167,7 @@ assert torch.equal(parameters(net), before)
 
 
 @needs_elasticdl
-class Jobs(unittest.TestCase):
+class Jobs(CountingTest):
     """Jobs with a master."""
 
     RECORDS, EPOCHS = 1200, 2
@@ -178,11 +178,7 @@ class Jobs(unittest.TestCase):
         with RunningJob(program, epochs=self.EPOCHS, options=options) as job:
             kills = job.survive_some(seed, 2)
             context = f"seed {seed}, {kills} kills, overlap {overlap}"
-            self.assertEqual(job.wait(), 0, f"{context}\n{job.text()}")
-            records = job.summary()["records"]
-            self.assertEqual((records["missing"], records["repeated"]), (0, 0), context)
-            counts = set((job.path / "counts").read_text().splitlines())
-            self.assertEqual(counts, {f"{self.EPOCHS:.1f} {self.EPOCHS:.1f}"}, context)
+            self.check(job, context)
             self.assertGreater(kills, 0, f"seed {seed}: too fast to be disturbed")
 
     def test_buckets_count_records_once_under_kills(self):

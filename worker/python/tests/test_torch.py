@@ -13,7 +13,7 @@ import unittest
 if importlib.util.find_spec("torch") is None:
     raise unittest.SkipTest("PyTorch is not installed; .ci/python installs it and runs these tests")
 
-from jobs import HERE, RunningJob, needs_elasticdl
+from jobs import HERE, CountingTest, RunningJob, needs_elasticdl
 
 PARITY = """
 import sys
@@ -296,23 +296,10 @@ class StateTest(unittest.TestCase):
 
 
 @needs_elasticdl
-class Jobs(unittest.TestCase):
+class Jobs(CountingTest):
     """Jobs with a master."""
 
     RECORDS, EPOCHS = 2000, 2
-
-    def check(self, job, context):
-        code = job.wait()
-        self.assertEqual(code, 0, f"{context}\n{job.text()}")
-        records = job.summary()["records"]
-        expected = self.RECORDS * self.EPOCHS
-        self.assertEqual(
-            [records[key] for key in ("expected", "counted", "missing", "repeated")],
-            [expected, expected, 0, 0],
-            context,
-        )
-        counts = set((job.path / "counts").read_text().splitlines())
-        self.assertEqual(counts, {f"{self.EPOCHS:.1f} {self.EPOCHS:.1f}"}, context)
 
     def disturbed(self, seed, loaders):
         program = [HERE / "count_torch.py", self.RECORDS, 3000, "{job}/counts", loaders]
