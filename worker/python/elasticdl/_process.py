@@ -48,7 +48,7 @@ class Process:
         os.register_at_fork(after_in_child=self.on_fork)
 
     def on_exception(self, kind, error, trace):
-        if os.getpid() == self.pid and not issubclass(kind, KeyboardInterrupt):
+        if os.getpid() == self.pid:
             # The traceback follows in the worker's log.
             text = "".join(traceback.format_exception_only(kind, error)).strip()
             last = traceback.extract_tb(trace)[-1:]

@@ -301,21 +301,26 @@ class Jobs(CountingTest):
                 act()
 
     def test_an_exception_reaches_the_summary_with_its_traceback(self):
-        with tempfile.TemporaryDirectory() as folder:
-            program = pathlib.Path(folder) / "program.py"
-            program.write_text(
-                "import elasticdl\n"
-                "job = elasticdl.join()\n"
-                "job.model(10)\n"
-                "for indices in job.sampler(10):\n"
-                "    raise ValueError(f'no loss for {len(indices)}')\n"
-            )
-            options = ["--max-worker-restarts", "0"]
-            with RunningJob([program], workers=1, batch=5, epochs=1, options=options) as job:
-                self.assertEqual(job.wait(), 1, job.text())
-                text = str(job.summary())
-                self.assertIn("ValueError: no loss for", text)
-                self.assertIn("program.py", text)
+        for error, expected in (
+            ("ValueError(f'no loss for {len(indices)}')", "ValueError: no loss for"),
+            ("KeyboardInterrupt", "worker 1 failed: KeyboardInterrupt ("),
+        ):
+            with self.subTest(error), tempfile.TemporaryDirectory() as folder:
+                program = pathlib.Path(folder) / "program.py"
+                program.write_text(
+                    "import elasticdl\n"
+                    "job = elasticdl.join()\n"
+                    "job.model(10)\n"
+                    "for indices in job.sampler(10):\n"
+                    f"    raise {error}\n"
+                )
+                options = ["--max-worker-restarts", "0"]
+                with RunningJob([program], workers=1, batch=5, epochs=1, options=options) as job:
+                    self.assertEqual(job.wait(), 1, job.text())
+                    text = str(job.summary())
+                    self.assertIn(expected, text)
+                    self.assertIn("program.py", text)
+                    self.assertNotIn("must not be left", text)
 
     def test_options_that_differ_from_the_job_are_refused(self):
         with tempfile.TemporaryDirectory() as folder:

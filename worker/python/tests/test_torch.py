@@ -311,6 +311,22 @@ class Jobs(CountingTest):
             self.check(job, f"seed {seed}, {kills} kills, {loaders} loaders")
             self.assertGreater(kills, 0, f"seed {seed}: too fast to be disturbed")
 
+    def test_an_exception_in_a_loop_of_several_workers_is_that_of_the_program(self):
+        with tempfile.TemporaryDirectory() as folder:
+            program = pathlib.Path(folder) / "program.py"
+            program.write_text(
+                "import torch, elasticdl.torch as et\n"
+                "net, job = torch.nn.Linear(2, 1), et.join()\n"
+                "job.model(net)\n"
+                "opt = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))\n"
+                "for indices in job.sampler(40, micro_batch=5):\n"
+                "    raise ValueError('no loss')\n"
+            )
+            options = ["--max-worker-restarts", "0", "--min-workers", "2"]
+            with RunningJob([program], workers=2, batch=10, epochs=1, options=options) as job:
+                self.assertEqual(job.wait(), 1, job.text())
+                self.assertRegex(job.summary()["error"], r"worker \d failed: ValueError: no loss \(")
+
     def test_records_count_once_under_kills(self):
         for seed in range(int(os.environ.get("ELASTICDL_PYTHON_SCHEDULES", "2"))):
             with self.subTest(seed=seed):
