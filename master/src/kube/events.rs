@@ -37,17 +37,7 @@ pub(crate) struct EventReport {
 impl EventRecorder {
     /// Records Events for the Job that owns the anchor. Must be called within a runtime.
     pub(crate) fn start(cluster: &Cluster, anchor: &ObjectMeta) -> Self {
-        let owner = anchor.owner_references.iter().flatten().find(|owner| owner.kind == "Job");
-        // Without an owner there is no object to which Events could belong.
-        let Some(owner) = owner else { return Self { sender: None } };
-        let about = ObjectReference {
-            api_version: Some(owner.api_version.clone()),
-            kind: Some(owner.kind.clone()),
-            name: Some(owner.name.clone()),
-            namespace: Some(cluster.namespace.clone()),
-            uid: Some(owner.uid.clone()),
-            ..ObjectReference::default()
-        };
+        let Some(about) = job_of(cluster, anchor) else { return Self { sender: None } };
         let (sender, reports) = mpsc::channel(REPORTS_MAX);
         // The task ends when the last sender is dropped.
         tokio::spawn(write(cluster.api(), about, reports));
@@ -67,6 +57,36 @@ impl EventRecorder {
         {
             debug!(reason, "an Event is dropped: too many at once");
         }
+    }
+}
+
+/// The Job that owns the anchor. Without it there is no object to which Events could belong.
+pub(super) fn job_of(cluster: &Cluster, anchor: &ObjectMeta) -> Option<ObjectReference> {
+    let owner = anchor.owner_references.iter().flatten().find(|owner| owner.kind == "Job")?;
+    Some(ObjectReference {
+        api_version: Some(owner.api_version.clone()),
+        kind: Some(owner.kind.clone()),
+        name: Some(owner.name.clone()),
+        namespace: Some(cluster.namespace.clone()),
+        uid: Some(owner.uid.clone()),
+        ..ObjectReference::default()
+    })
+}
+
+/// An Event that has happened once. Its name is to be chosen.
+pub(super) fn event(about: &ObjectReference, reason: &str, message: String, at: Time) -> Event {
+    let is_normal = NORMAL_REASONS.contains(&reason) || reason.ends_with(REQUESTED);
+    Event {
+        metadata: ObjectMeta { namespace: about.namespace.clone(), ..ObjectMeta::default() },
+        involved_object: about.clone(),
+        reason: Some(reason.into()),
+        message: Some(message),
+        type_: Some(if is_normal { "Normal" } else { "Warning" }.into()),
+        count: Some(1),
+        first_timestamp: Some(at.clone()),
+        last_timestamp: Some(at),
+        source: Some(EventSource { component: Some("elasticdl".into()), host: None }),
+        ..Event::default()
     }
 }
 
@@ -183,22 +203,9 @@ async fn put(
             Err(error) => return Err(error),
         }
     }
-    let event = Event {
-        metadata: ObjectMeta {
-            generate_name: Some(format!("{}.", about.name.as_deref().unwrap_or_default())),
-            namespace: about.namespace.clone(),
-            ..ObjectMeta::default()
-        },
-        involved_object: about.clone(),
-        reason: Some(reason.into()),
-        message: Some(entry.message.clone()),
-        type_: Some(if NORMAL_REASONS.contains(&reason) { "Normal" } else { "Warning" }.into()),
-        count: Some(entry.count),
-        first_timestamp: Some(now.clone()),
-        last_timestamp: Some(now),
-        source: Some(EventSource { component: Some("elasticdl".into()), host: None }),
-        ..Event::default()
-    };
+    let mut event = event(about, reason, entry.message.clone(), now);
+    event.metadata.generate_name = Some(format!("{}.", about.name.as_deref().unwrap_or_default()));
+    event.count = Some(entry.count);
     let made = api.create(&PostParams::default(), &event).await?;
     Ok(made.metadata.name.unwrap_or_default())
 }
@@ -274,7 +281,9 @@ const LIST_MAX: u32 = 500;
 const MESSAGE_MAX: usize = 1000;
 const REFILL: Duration = Duration::from_secs(15);
 const REPORTS_MAX: usize = 256;
-/// Reasons of type `Normal`: a job uses whatever capacity is free, so these are expected.
+/// Reasons of users' requests end with it; they are of type `Normal`.
+const REQUESTED: &str = "Requested";
+/// Other reasons of type `Normal`: a job uses whatever capacity is free, so these are expected.
 const NORMAL_REASONS: [&str; 7] = [
     "JobCompleted",
     "JobStopped",

@@ -13,7 +13,7 @@ use k8s_openapi::api::authentication::v1::SelfSubjectReview;
 use k8s_openapi::api::certificates::v1::{
     CertificateSigningRequest, CertificateSigningRequestSpec,
 };
-use k8s_openapi::api::core::v1::{Event, EventSource, ObjectReference};
+use k8s_openapi::api::core::v1::Event;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 use k8s_openapi::jiff::Timestamp;
 use kube::Api;
@@ -25,6 +25,7 @@ use tracing::debug;
 
 use super::anchor::{Anchor, CHECKPOINT, Data, NUM_WORKERS, STOP, STOP_AT_ONCE, SUSPEND};
 use super::client::{Cluster, ClusterError, is_code};
+use super::events;
 
 /// Writes a request into the anchor of a job, with the name of its user.
 ///
@@ -88,34 +89,13 @@ impl UserRequest {
     /// Records the request as an Event about the Job that owns `anchor`. Returns whether the Event
     /// exists.
     pub async fn record(&self, cluster: &Cluster, anchor: &ObjectMeta) -> bool {
-        let owner = anchor.owner_references.iter().flatten().find(|owner| owner.kind == "Job");
-        let Some(owner) = owner else { return false };
+        let Some(about) = events::job_of(cluster, anchor) else { return false };
         let (reason, message) = self.describe();
         let at = i64::try_from(self.at_ms).ok().and_then(|ms| Timestamp::from_millisecond(ms).ok());
         let at = Time(at.unwrap_or_else(Timestamp::now));
-        let event = Event {
-            metadata: ObjectMeta {
-                name: Some(format!("{}.{:x}", owner.name, self.at_ms)),
-                namespace: Some(cluster.namespace.clone()),
-                ..ObjectMeta::default()
-            },
-            involved_object: ObjectReference {
-                api_version: Some(owner.api_version.clone()),
-                kind: Some(owner.kind.clone()),
-                name: Some(owner.name.clone()),
-                namespace: Some(cluster.namespace.clone()),
-                uid: Some(owner.uid.clone()),
-                ..ObjectReference::default()
-            },
-            reason: Some(reason.into()),
-            message: Some(message),
-            type_: Some("Normal".into()),
-            count: Some(1),
-            first_timestamp: Some(at.clone()),
-            last_timestamp: Some(at),
-            source: Some(EventSource { component: Some("elasticdl".into()), host: None }),
-            ..Event::default()
-        };
+        let mut event = events::event(&about, reason, message, at);
+        let job = about.name.as_deref().unwrap_or_default();
+        event.metadata.name = Some(format!("{job}.{:x}", self.at_ms));
         let api: Api<Event> = cluster.api();
         match timeout(CALL_TIMEOUT, api.create(&PostParams::default(), &event)).await {
             Ok(Ok(_)) => true,
@@ -266,7 +246,10 @@ mod tests {
             ("ResumeRequested", "jane requests that the job resumes"),
         ];
         assert_eq!(texts, expected);
-        assert_eq!(events[0]["involvedObject"]["uid"], "job");
+        assert_eq!(
+            (&events[0]["involvedObject"]["uid"], &events[0]["type"]),
+            (&json!("job"), &json!("Normal"))
+        );
         fake.state().unreachable = true;
         assert!(!stop.record(&cluster, &anchor).await);
     }
