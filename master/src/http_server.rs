@@ -6,7 +6,8 @@
 use std::convert::Infallible;
 use std::time::Duration;
 
-use http::{Request, Response};
+use http::header::CONTENT_TYPE;
+use http::{HeaderValue, Request, Response, StatusCode};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
@@ -72,6 +73,20 @@ where
         .await
 }
 
+/// A response with a body of this type.
+pub(crate) fn response(
+    status: StatusCode,
+    content_type: &'static str,
+    body: String,
+) -> Response<String> {
+    let mut response = Response::new(body);
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
+    response
+}
+
+/// Content type of a text.
+pub(crate) const TEXT: &str = "text/plain; charset=utf-8";
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 const CONNECTIONS_MAX: usize = 64;
 /// Scrapers and the two probes of a pod need one connection each at a time, a browser six.

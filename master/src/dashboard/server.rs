@@ -33,7 +33,7 @@ use super::board::Board;
 use super::key::DashboardKey;
 use super::page::{Asset, assets};
 use super::request::{PageCommand, PageRequest};
-use crate::http_server;
+use crate::http_server::{self, TEXT, response};
 
 /// What the server serves.
 #[derive(Debug)]
@@ -231,13 +231,6 @@ fn asset_response(Asset { content_type, text, .. }: Asset) -> Response<String> {
     response(StatusCode::OK, content_type, text.to_owned())
 }
 
-fn response(status: StatusCode, content_type: &'static str, body: String) -> Response<String> {
-    let mut response = Response::new(body);
-    *response.status_mut() = status;
-    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
-    response
-}
-
 /// Adds what tells the browser to load and send nothing else.
 fn secured(mut response: Response<String>) -> Response<String> {
     let headers = [
@@ -255,7 +248,6 @@ fn secured(mut response: Response<String>) -> Response<String> {
 const BODY_BYTES_MAX: usize = 1024;
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; \
                       img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
-const TEXT: &str = "text/plain; charset=utf-8";
 /// Shorter than the deadline of a request.
 const WAIT: Duration = Duration::from_secs(1);
 

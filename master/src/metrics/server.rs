@@ -4,13 +4,13 @@
 use std::convert::Infallible;
 use std::sync::Arc;
 
-use http::header::{ACCEPT, ALLOW, CONTENT_TYPE};
+use http::header::{ACCEPT, ALLOW};
 use http::{HeaderValue, Method, Request, Response, StatusCode};
 use hyper::body::Incoming;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
-use crate::http_server;
+use crate::http_server::{self, TEXT, response};
 use crate::job::Snapshot;
 
 /// Newest snapshot of the job; `None` before the first one.
@@ -30,6 +30,7 @@ pub(crate) async fn serve(listener: TcpListener, known: Option<Known>, ready: Re
 
 /// Ignores the body of the request.
 fn respond(request: &Request<Incoming>, known: Option<&Known>, is_ready: bool) -> Response<String> {
+    let text = |status, body| response(status, TEXT, body);
     let path = request.uri().path();
     if ![HEALTH, PATH, READY].contains(&path) {
         return text(
@@ -69,9 +70,7 @@ fn respond(request: &Request<Incoming>, known: Option<&Known>, is_ready: bool) -
     let Some(page) = page else {
         return text(StatusCode::SERVICE_UNAVAILABLE, "the job has not started yet\n".into());
     };
-    let mut response = text(StatusCode::OK, page);
-    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(format));
-    response
+    response(StatusCode::OK, format, page)
 }
 
 /// Whether the client accepts OpenMetrics, as Prometheus does, and prefers nothing else.
@@ -90,14 +89,6 @@ fn accepts_open_metrics(request: &Request<Incoming>) -> bool {
         quality[which] = quality[which].max(given.unwrap_or(1.0));
     }
     quality[0] > 0.0 && quality[0] >= quality[1]
-}
-
-fn text(status: StatusCode, body: String) -> Response<String> {
-    let mut response = Response::new(body);
-    *response.status_mut() = status;
-    let plain = HeaderValue::from_static("text/plain; charset=utf-8");
-    response.headers_mut().insert(CONTENT_TYPE, plain);
-    response
 }
 
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
