@@ -43,6 +43,7 @@ pub(crate) use self::request::{PageCommand, PageRequest, ScaleLimits};
 pub use self::stored::StoredHistory;
 pub(crate) use self::stored::pack;
 use crate::job::Snapshot;
+use crate::panics::Dispensable;
 use crate::token::Token;
 
 /// The link of the page of a local job, whose master serves it at `address`.
@@ -87,6 +88,7 @@ impl Dashboard {
             .transpose()?;
         let (ending, ended) = oneshot::channel();
         thread::Builder::new().name("dashboard".into()).spawn(move || {
+            let _dispensable = Dispensable::begin();
             let scale = served.as_ref().map(|(_, _, scale, _)| *scale);
             let board = Arc::new(Board::new(scale));
             runtime.block_on(async {

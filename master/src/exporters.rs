@@ -9,6 +9,7 @@ use tracing::warn;
 use crate::exit::Failure;
 use crate::job::Snapshot;
 use crate::mlflow::{self, Tracking};
+use crate::panics::dispensable;
 use crate::tensorboard::{self, EventFile};
 
 /// The exporters of a master. They get what it publishes, and end when it publishes no more.
@@ -38,7 +39,8 @@ impl Exporters {
             })
         };
         let events = folder.map(create).transpose()?;
-        let events = events.map(|file| tokio::spawn(tensorboard::follow(file, published.clone())));
+        let events = events
+            .map(|file| tokio::spawn(dispensable(tensorboard::follow(file, published.clone()))));
         let (news, tracked) = mpsc::channel(NEWS_MAX);
         let tracking = Tracking::read(|name| std::env::var(name).ok()).unwrap_or_else(|error| {
             warn!(%error, "the job is not tracked");
@@ -47,7 +49,7 @@ impl Exporters {
         });
         let tracking = tracking.map(|run| {
             let run = run.with_parameters(parameters);
-            tokio::spawn(mlflow::follow(run, published.clone(), news))
+            tokio::spawn(dispensable(mlflow::follow(run, published.clone(), news)))
         });
         Ok((Self { events, tracking }, tracked))
     }

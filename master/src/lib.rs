@@ -13,7 +13,8 @@
 //!         └── dashboard                        the page of the job, and its history
 //!  local_master, cluster_master                a master in a command, in a pod: around its event loop
 //!  cluster_page                                the page of a job whose master is in a cluster
-//!  exit, jobdir, token, listener               ends of processes, files, authentication, server
+//!  exit, panics                                ends of processes
+//!  jobdir, token, listener                     files, authentication, server
 //! ```
 //!
 //! **Invariants:** all decisions are made in [`job`]; the other modules are its shell. The crate
@@ -44,6 +45,7 @@ pub mod local;
 pub mod local_master;
 mod metrics;
 pub mod mlflow;
+pub mod panics;
 mod persisted_format;
 pub mod progress;
 mod scalars;

@@ -4,9 +4,9 @@
 //! alone, and so that the children of a worker are killed with it.
 //!
 //! **Invariant:** no process outlives `Processes`: each process is owned by a task that kills its
-//! group when the task is dropped. The exception is a master that is killed: its workers search
-//! for another master for a while, and a successor takes over their processes, which are not its
-//! children.
+//! group when the task is dropped. The exception is a master that is killed or panics: its workers
+//! search for another master for a while, and a successor takes over their processes, which are not
+//! its children.
 
 mod activity;
 mod log;

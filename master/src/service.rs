@@ -34,7 +34,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
 use tonic::{Request, Response, Status, Streaming};
-use tracing::{debug, warn};
+use tracing::debug;
 
 use crate::job::{self, ConnectionId};
 use crate::listener::{Identity, ServerConfig};
@@ -213,7 +213,7 @@ impl Serving {
                 .serve_with_incoming_shutdown(incoming::accept(listener, opened), stopped) =>
             {
                 if let Err(error) = served {
-                    warn!(%error, "the server failed");
+                    panic!("the server of the master has failed: {error}");
                 }
             }
             _ = aborted => {}

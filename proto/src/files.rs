@@ -44,13 +44,27 @@ pub struct FileListError(String);
 
 impl FileList {
     /// Packs a list of files.
-    pub fn pack<F: Into<ListedFile>>(files: impl IntoIterator<Item = F>) -> Self {
+    ///
+    /// # Errors
+    /// There is no memory to compress the list.
+    pub fn try_pack<F: Into<ListedFile>>(
+        files: impl IntoIterator<Item = F>,
+    ) -> Result<Self, FileListError> {
+        let failed = |error| FileListError(format!("it can't be compressed: {error}"));
         let mut packer = Packer::default();
-        let mut encoder = zstd::Encoder::new(Vec::new(), LEVEL).expect("the level is valid");
+        let mut encoder = zstd::Encoder::new(Vec::new(), LEVEL).map_err(failed)?;
         for file in files {
-            encoder.write_all(packer.entry(&file.into())).expect("writing to memory does not fail");
+            encoder.write_all(packer.entry(&file.into())).map_err(failed)?;
         }
-        packer.done(encoder.finish().expect("writing to memory does not fail").into())
+        Ok(packer.done(encoder.finish().map_err(failed)?.into()))
+    }
+
+    /// As [`try_pack`](Self::try_pack).
+    ///
+    /// # Panics
+    /// There is no memory to compress the list.
+    pub fn pack<F: Into<ListedFile>>(files: impl IntoIterator<Item = F>) -> Self {
+        Self::try_pack(files).expect("there is memory to compress a list")
     }
 
     /// Reads and checks a packed list.

@@ -539,7 +539,8 @@ fn file_list(dataset: v1::Dataset) -> Checked<FileList> {
         within("records of all files", total, 0, DATASET_RECORDS_MAX)?;
     }
     let listed = |v1::File { path, records, version }| ListedFile { path, records, version };
-    Ok(FileList::pack(dataset.files.into_iter().map(listed)))
+    FileList::try_pack(dataset.files.into_iter().map(listed))
+        .map_err(|error| format!("the list of the data set's files can't be used: {error}"))
 }
 
 pub(super) fn ranges(name: &str, ranges: Vec<v1::Range>) -> Checked<Vec<RecordRange>> {

@@ -6,11 +6,12 @@ use elasticdl_proto::{FileList, ListedFile};
 
 /// Packs a data set, or returns why it can't be sent.
 pub(crate) fn pack(dataset: Dataset) -> Result<FileList, String> {
-    let list = FileList::pack(dataset.files.into_iter().map(|file| ListedFile {
+    let list = FileList::try_pack(dataset.files.into_iter().map(|file| ListedFile {
         path: file.path,
         records: file.records,
         version: file.version,
-    }));
+    }))
+    .map_err(|error| format!("the list of the data set's files can't be sent: {error}"))?;
     let packed = list.packed().len();
     if packed > DATASET_PACKED_BYTES_MAX {
         let mib = |bytes: u64| bytes.div_ceil(1 << 20);

@@ -6,6 +6,7 @@ use clap::Args;
 use elasticdl_master::cluster_master::ClusterMaster;
 use elasticdl_master::kube::leader_lease::Holder;
 use elasticdl_master::kube::objects::{CERTIFICATE_FILE, KEY_FILE, TOKEN_FILE};
+use elasticdl_master::panics::end_process_on_panic;
 use elasticdl_master::progress::Progress;
 
 use crate::args::parse_job_name;
@@ -48,6 +49,7 @@ pub(super) fn master(args: MasterArgs) -> Result<u8, Failure> {
         .try_init();
     // A test in this process may have set another subscriber.
     drop(logging);
+    end_process_on_panic();
     raise_open_files();
     let MasterArgs { job_name, pod, token_file, tls_cert, tls_key } = args;
     let master = ClusterMaster { job_name, pod, token_file, tls_cert, tls_key };

@@ -12,6 +12,7 @@ use elasticdl_master::job::Outcome;
 use elasticdl_master::jobdir::neighbours::{Turn, stores, take_turn};
 use elasticdl_master::jobdir::{self, JobDir, JobStart, StartTime, directory_of};
 use elasticdl_master::local_master::{LocalEnd, LocalMaster, Stop};
+use elasticdl_master::panics::end_process_on_panic;
 use elasticdl_master::progress::Progress;
 use elasticdl_master::worker_output::WorkerOutput;
 use tracing::warn;
@@ -82,6 +83,7 @@ fn run(
     has_run: &mut bool,
 ) -> Result<u8, Failure> {
     log_to_file(dir)?;
+    end_process_on_panic();
     raise_open_files();
     let runtime = new_runtime()?;
     let shows_link = console.progress() == Some(LogFormat::Text) && stderr().is_terminal();
