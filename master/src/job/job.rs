@@ -136,7 +136,10 @@ impl Job {
             WorkerMessage::BestExport { step, kept, error } => {
                 self.on_best_export(step, kept, error);
             }
-            WorkerMessage::Checkpoint(news) => self.on_checkpoint_news(worker, news),
+            WorkerMessage::Checkpoint(news) => {
+                self.on_checkpoint_news(worker, news);
+                self.restart_stop_wait(now);
+            }
             WorkerMessage::Committed(report) => self.on_committed(now, worker, &report),
             WorkerMessage::RecordsSkipped(skipped) => self.on_records_skipped(worker, skipped),
             WorkerMessage::Described(outcome) => self.on_described(now, worker, outcome),

@@ -104,6 +104,29 @@ fn a_stop_gives_up_a_checkpoint_whose_write_hangs_and_exports_the_model() {
 }
 
 #[test]
+fn a_store_that_returns_while_a_stopped_job_ends_gets_the_last_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = S3::start(FaultRates::default(), 1);
+    let mut job = job_on(folder.path().join("data"), &folder, &server)
+        .option("checkpoint-dir", "s3://bucket/back")
+        .option("checkpoint-every", "20")
+        .option("export", folder.path().join("model.safetensors"))
+        .start();
+    job.wait_for_work_of(3);
+    server.set_fault_rates(FaultRates { unavailable: true, ..FaultRates::default() });
+    job.signal(Signal::INT);
+    job.wait_for("the end of the wait for the checkpoint", |status| {
+        status.events.iter().any(|event| event.contains("the storage of checkpoints hangs"))
+    });
+    server.set_fault_rates(FaultRates::default());
+    let ended = job.wait();
+    ended.assert_outcome(130, "stopped");
+    let summary = ended.summary();
+    let newest = summary.checkpoints.as_ref().and_then(|kept| kept.newest.as_ref());
+    assert_eq!(newest.map(|newest| newest.step), Some(summary.steps), "{}", ended.output);
+}
+
+#[test]
 fn a_stop_gives_up_an_export_to_a_store_that_does_not_answer_and_keeps_the_model() {
     let away = FaultRates { unavailable: true, ..FaultRates::default() };
     let silent = FaultRates { silent: true, ..FaultRates::default() };

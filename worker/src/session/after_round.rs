@@ -214,6 +214,13 @@ impl Session {
         self.checkpoints.hangs()
     }
 
+    /// Writes the last checkpoint, if the group has left it out because of a write that hung, on
+    /// this rank alone, call by call. Returns what is due.
+    pub fn make_up_checkpoint(&mut self) -> FinalCheckpoint {
+        let Some((generation, _)) = self.group_rank() else { return FinalCheckpoint::Nothing };
+        self.checkpoints.make_up(self.step(), generation)
+    }
+
     /// Whether the job ends before its data does, because evaluations no longer improve.
     pub fn stops_early(&self) -> bool {
         self.job.evaluation.as_ref().is_some_and(|plan| plan.stops_early(&self.evaluation()))
@@ -350,6 +357,54 @@ mod tests {
         for (plan, members) in [(grows, joins), (has_tables, joins), (plan, &[1, 3, 4])] {
             let mut pair = switching(plan, members);
             assert!(matches!(pair.0[0].poll(), Task::Connect(_)), "{members:?}");
+        }
+    }
+
+    /// Exchanges headers in a group of one rank.
+    fn exchange_alone(session: &mut Session) {
+        assert!(matches!(session.poll(), Task::ExchangeHeaders { .. }), "{session:?}");
+        let headers = [session.header(0)];
+        session.headers_exchanged(&headers).unwrap();
+    }
+
+    #[test]
+    fn the_last_rank_stores_its_state_before_it_computes_a_step_at_which_the_others_have_ended() {
+        for is_asked in [true, false] {
+            let every = Some(CheckpointEvery::Steps(NonZeroU64::new(1000).unwrap()));
+            let plan = JobPlan { checkpoints: every, ..JobPlan::of_one_epoch(100, 4) };
+            let mut pair = Pair::new(plan);
+            pair.exchange_headers();
+            let headers = pair.compute();
+            let session = &mut pair.0[0];
+            session.summed(headers, true).unwrap();
+            session.updated(Duration::ZERO);
+            session.broken(None, "reset".into());
+            let members = vec![(WorkerId(1), ([127, 0, 0, 1], 1).into())].into();
+            let membership = Membership { generation: Generation(2), members, abort: true };
+            session.handle(MasterMessage::Membership(membership));
+            if is_asked {
+                session.handle(MasterMessage::KeepCheckpoint);
+            }
+            session.connected();
+            session.synced(&[session.sync_header(0)]).unwrap();
+            assert_eq!(session.poll(), Task::EndRepair);
+            session.repaired();
+            exchange_alone(session);
+            if is_asked {
+                let written = Written { bytes: 1, digest: 1, rows: None };
+                let task = session.poll_checkpoint();
+                assert!(matches!(task, Some(Checkpoint::Write { step: 1, .. })), "{task:?}");
+                session.copied_for_checkpoint(Duration::ZERO, 0);
+                exchange_alone(session);
+                session.wrote_part(1, Ok(written));
+                exchange_alone(session);
+                let task = session.poll_checkpoint();
+                assert!(matches!(task, Some(Checkpoint::Commit { step: 1, .. })), "{task:?}");
+                session.committed_checkpoint(1, true);
+                exchange_alone(session);
+            }
+            assert!(matches!(session.poll(), Task::Compute { .. }), "{is_asked}: {session:?}");
+            assert_eq!(session.poll_checkpoint(), None);
         }
     }
 

@@ -15,6 +15,8 @@
 //! A write can hang: the server of a mounted folder may be gone, and the system call never returns.
 //! After a limit such a write counts as failed. A rank has one thread for writes, so no rank begins
 //! another checkpoint before the write has ended after all, and the end of the job does not wait.
+//! If the write ends while the first rank exports the model, that rank writes the last checkpoint,
+//! which the group has left out, alone.
 //!
 //! **Invariant:** ranks of a group begin the same checkpoint at the same step. **Invariant:** no
 //! rank waits for a checkpoint, except at the end of the job. **Invariant:** a rank has at most one
@@ -154,6 +156,8 @@ pub struct Checkpoints {
     requested: bool,
     overdue: bool,
     write: Option<Write>,
+    /// Whether a write hung at the last round, and this rank's had not ended.
+    is_held_up: bool,
     longest_write: Duration,
     now: Duration,
     /// When this rank has learned that the job stops.
@@ -178,6 +182,7 @@ impl Checkpoints {
             requested: false,
             overdue: false,
             write: None,
+            is_held_up: false,
             longest_write: Duration::ZERO,
             now: Duration::ZERO,
             stops_since: None,
@@ -239,6 +244,7 @@ impl Checkpoints {
         self.failed = self.failed.max(headers.iter().filter_map(|w| w.failed).max());
         let known = headers.iter().map(|w| w.interval_base).chain(self.complete).chain(self.failed);
         self.interval_base = self.interval_base.max(known.max().unwrap_or(0));
+        self.is_held_up = self.write.is_some() && headers.iter().any(|w| w.hangs);
         let Some(current) = &mut self.current else { return };
         if self.complete.max(self.failed) >= Some(current.step) {
             return self.settle();
@@ -300,6 +306,27 @@ impl Checkpoints {
         });
         let world_size = members.len();
         self.tasks.push_back(Task::Write { step, generation, rank, world_size, is_last });
+    }
+
+    /// Writes the checkpoint of the last `step` on this rank alone, if the group, which has ended,
+    /// has left it out because of a write that hung. Returns what is due: `Wait` for the end of
+    /// that write, `Begin` while the checkpoint is being written, `Nothing` once it is settled.
+    pub fn make_up(&mut self, step: u64, generation: Generation) -> FinalCheckpoint {
+        let me = [self.me];
+        if self.current.is_some() {
+            let header = self.header(step);
+            self.handle_headers(&me, &[&header]);
+        } else if !self.is_held_up || step == 0 || self.complete >= Some(step) {
+            return FinalCheckpoint::Nothing;
+        } else if self.write.is_some() {
+            return FinalCheckpoint::Wait;
+        } else {
+            self.failed = self.failed.filter(|failed| *failed < step);
+            // This write has as much time as those that were under way when the job stopped.
+            self.stops_since = None;
+            self.begin((step, true), generation, &me, self.now);
+        }
+        self.current.as_ref().map_or(FinalCheckpoint::Nothing, |_| FinalCheckpoint::Begin)
     }
 
     /// The group makes no step until the checkpoint that has just begun is complete or has failed.

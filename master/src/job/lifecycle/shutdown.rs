@@ -142,8 +142,8 @@ impl Job {
         }
     }
 
-    /// Gives a group that has lost a member, or writes its model, while the job stops its whole
-    /// time again.
+    /// Gives a group that has lost a member, has written or given up a checkpoint, or writes its
+    /// model, while the job stops its whole time again.
     pub(crate) fn restart_stop_wait(&mut self, now: Time) {
         if self.lifecycle.is_stopping() {
             self.out.cancel_timer(Timer::Stop);

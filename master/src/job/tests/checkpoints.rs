@@ -159,6 +159,19 @@ fn checkpoints_that_cannot_be_written_are_said_once_and_once_when_they_can() {
 }
 
 #[test]
+fn a_group_that_has_given_up_a_checkpoint_has_its_time_again_to_end() {
+    let mut job = started(kept(), &[20]);
+    job.handle(at(0), Event::Stop);
+    let news = CheckpointNews::Failed { step: 2, error: "hangs".into() };
+    let message = WorkerMessage::Checkpoint(news);
+    job.handle(at(50_000), Event::Message { worker: WorkerId(1), message });
+    job.handle_timeout(at(109_999));
+    assert_eq!(job.outcome(), None);
+    job.handle_timeout(at(110_000));
+    assert_eq!(job.outcome(), Some(Outcome::Stopped));
+}
+
+#[test]
 fn a_late_checkpoint_makes_up_for_none_that_a_stopped_job_has_left_out() {
     let mut job = started(kept(), &[20]);
     deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));

@@ -244,6 +244,30 @@ fn a_write_that_hangs_fails_once_and_no_checkpoint_begins_before_it_has_ended() 
 }
 
 #[test]
+fn a_checkpoint_that_a_group_has_left_out_is_made_up_for_by_one_rank_when_its_write_has_ended() {
+    for is_written in [true, false] {
+        let mut ranks = Ranks::new(2, steps(10));
+        ranks.stops = true;
+        hang(&mut ranks, 0);
+        let (last, due) =
+            (ranks.step, |ranks: &mut Ranks| ranks.ranks[0].1.make_up(ranks.step, Generation(1)));
+        assert_eq!(due(&mut ranks), FinalCheckpoint::Wait);
+        assert!(ranks.work(0, false));
+        assert_eq!(due(&mut ranks), FinalCheckpoint::Begin);
+        // The stop is long ago, and the new write has as much time as the others had.
+        let now = Duration::from_secs(last);
+        assert_eq!(ranks.ranks[0].1.poll_hung(now, true), None);
+        assert!(ranks.work(0, true));
+        assert_eq!(due(&mut ranks), FinalCheckpoint::Begin);
+        assert!(ranks.work(0, is_written));
+        assert_eq!(due(&mut ranks), FinalCheckpoint::Nothing);
+        assert_eq!(ranks.complete(), [is_written.then_some(last), None]);
+        // The others, whose writes have not hung, leave it to the first one.
+        assert_eq!(ranks.ranks[1].1.make_up(last, Generation(1)), FinalCheckpoint::Nothing);
+    }
+}
+
+#[test]
 fn a_manifest_that_is_written_after_all_completes_its_checkpoint() {
     let mut ranks = Ranks::new(1, steps(10));
     ranks.step_to(10);
