@@ -161,7 +161,7 @@ impl Objects {
     }
 
     /// The result of `request`, which writes (see [`unless_stopped`]). After `silence` users are
-    /// told that a trainer waits: it has a flag of its job, and nobody else notices.
+    /// told that a trainer waits: it has a flag of its job, and no other program notices.
     async fn answer<T>(
         &self,
         request: impl Future<Output = object_store::Result<T>>,
