@@ -276,13 +276,19 @@ class Jobs(unittest.TestCase):
 
     def test_code_after_the_loop_has_its_time_and_its_end_is_told(self):
         for seconds, options, told, is_saved in (
-            (4, (), "exited with code 3 after the job was complete", True),
+            (8, (), "exited with code 3 after the job was complete", True),
             (60, ("--end-timeout", "3s"), "killed 3 s after the job was complete", False),
         ):
             program = [HERE / "after_loop.py", "{job}", seconds]
             options = ["--min-workers", "2", *options]
             with RunningJob(program, workers=2, options=options) as job:
+                if is_saved:
+                    # A stop has nothing to stop, and says so.
+                    job.wait_for("its end", lambda status: status.get("state") == "ending")
+                    stopped = job.command("stop").stdout
+                    self.assertIn("is over, and waits for its programs to end", stopped)
                 self.assertEqual(job.wait(), 0, job.text())
+                self.assertEqual(is_saved, "the job is over, and waits for" in job.text())
                 self.assertIn("waits for 2 programs to end", job.text())
                 self.assertIn(told, job.text())
                 lines = job.text().splitlines()
