@@ -213,7 +213,7 @@ impl Session {
         });
         let created = self.state.as_ref().map_or(0, |s| s.created);
         let (transport, origin) = (self.transport.header(), self.origin.clone());
-        SyncHeader { state, created, transport, origin, owned: None }
+        SyncHeader { state, created, transport, origin, owned: None, is_gathered: false }
     }
 
     // ---- results of tasks ----

@@ -261,6 +261,7 @@ impl<M: Model> Trainer<'_, M> {
         };
         let mut mine = self.session.sync_header(digest);
         let step = self.session.state().map(|state| state.step);
+        mine.is_gathered = self.sharded.as_ref().is_some_and(ShardedOptimizer::is_gathered);
         mine.owned = match &self.sharded {
             Some(sharded) => sharded.header(),
             None => self.tables.as_ref().and_then(|tables| tables.header(step)),

@@ -106,6 +106,9 @@ pub struct SyncHeader {
     /// What the rank has of what is divided over the group: rows of tables, or the optimizer's
     /// state. The trainer adds it.
     pub owned: Option<OwnedHeader>,
+    /// Whether the rank has all parameters of its step, with a sharded optimizer. The trainer adds
+    /// it.
+    pub is_gathered: bool,
 }
 
 /// Description of the state of a rank.

@@ -10,13 +10,15 @@ use crate::checkpoint::RestoreError;
 use crate::failure::Failure;
 use crate::machine::Group;
 use crate::session::InvalidData;
-use crate::session::header::{self, SyncHeader};
+use crate::session::header::{self, StateHeader, SyncHeader};
 
 /// The ranks of a group, as they have told.
 #[derive(Debug, Default)]
 pub(super) struct Peers {
     /// What each rank has, and its host.
     told: Vec<(Option<OwnedHeader>, u64)>,
+    /// The step whose parameters all ranks have, if they have committed it together.
+    gathered: Option<u64>,
     /// The checkpoint from which this rank has created the state of the group of this generation:
     /// its name, and whether this run wrote it.
     restored: Option<(u64, (String, bool))>,
@@ -36,6 +38,19 @@ impl Peers {
     pub(super) fn synced(&mut self, headers: &[SyncHeader]) {
         let host = |header: &SyncHeader| xxh3_64(header.origin.host.as_bytes());
         self.told = headers.iter().map(|h| (h.owned.clone(), host(h))).collect();
+        let committed = |header: &SyncHeader| {
+            let StateHeader { step, digest, .. } = header.state.filter(|_| header.is_gathered)?;
+            let of = OwnedHeader::generation_of(step, std::slice::from_ref(&header.owned))?;
+            Some((step, digest, header.created, of))
+        };
+        let first = headers.first().and_then(committed);
+        let is_same = headers.iter().all(|header| committed(header) == first);
+        self.gathered = first.filter(|_| is_same).map(|(step, ..)| step);
+    }
+
+    /// Whether all ranks have the parameters of `step`, those of one commit.
+    pub(super) fn have_gathered(&self, step: u64) -> bool {
+        self.gathered == Some(step)
     }
 
     /// This rank has created the state of the group of this generation from a checkpoint, which
@@ -47,6 +62,7 @@ impl Peers {
     /// The group gives up its state.
     pub(super) fn go_back(&mut self) {
         self.told.iter_mut().for_each(|(header, _)| *header = None);
+        self.gathered = None;
     }
 
     /// The members of the group, in the order of their ranks.
@@ -117,4 +133,53 @@ pub(super) fn all_have_read(
 ) -> Result<Result<(), String>, Stopped> {
     let all: Vec<Option<String>> = decode_all(group.all_gather(&header::encode(&read.err()))?)?;
     Ok(all.into_iter().flatten().next().map_or(Ok(()), Err))
+}
+
+#[cfg(test)]
+mod tests {
+    use elasticdl_tables::{ChunkLayout, Chunks};
+
+    use super::*;
+
+    /// A rank with the parameters of step 0, whose chunks are those of the group of `generation`.
+    fn header(generation: u64) -> SyncHeader {
+        let state = StateHeader { step: 0, digest: 1, has_result: true, was_in_group: true };
+        let mut chunks = Chunks::of_optimizer(1, ChunkLayout::new(10, 1));
+        chunks.create(generation, vec![Member { worker: 1, host: 1, leaves: false }]);
+        let owned = chunks.header();
+        SyncHeader { state: Some(state), owned, is_gathered: true, ..SyncHeader::default() }
+    }
+
+    #[test]
+    fn ranks_have_gathered_a_step_if_they_have_its_parameters_of_the_same_commit() {
+        let has_gathered = |other: SyncHeader| {
+            let mut peers = Peers::default();
+            peers.synced(&[header(1), other.clone()]);
+            let in_any_order = peers.have_gathered(0);
+            peers.synced(&[other, header(1)]);
+            assert_eq!(peers.have_gathered(0), in_any_order);
+            assert!(!peers.have_gathered(1));
+            in_any_order
+        };
+        assert!(has_gathered(header(1)));
+        let has_result = StateHeader { has_result: false, ..header(1).state.unwrap() };
+        assert!(has_gathered(SyncHeader { state: Some(has_result), ..header(1) }));
+        assert!(!has_gathered(SyncHeader { is_gathered: false, ..header(1) }));
+        assert!(!has_gathered(SyncHeader { created: 9, ..header(1) }));
+        assert!(!has_gathered(SyncHeader { owned: None, ..header(1) }));
+        assert!(!has_gathered(header(2)));
+        for (step, digest) in [(0, 2), (1, 1)] {
+            let state = StateHeader { step, digest, ..header(1).state.unwrap() };
+            assert!(!has_gathered(SyncHeader { state: Some(state), ..header(1) }));
+        }
+        assert!(!has_gathered(SyncHeader::default()));
+    }
+
+    #[test]
+    fn a_group_that_gives_up_its_state_has_gathered_none() {
+        let mut peers = Peers::default();
+        peers.synced(&[header(1), header(1)]);
+        peers.go_back();
+        assert!(!peers.have_gathered(0));
+    }
 }

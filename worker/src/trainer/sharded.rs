@@ -10,7 +10,8 @@
 //! **Invariant:** a rank gives its header of a step when its sums are staged, and updates nothing
 //! before it has the headers of all ranks. **Invariant:** the parameters are those of a step only
 //! while they are [gathered](ShardedOptimizer::is_gathered). A group gathers them after each
-//! commit, and at the end of each repair; what a broken group has left is overwritten there.
+//! commit, and at the end of each repair in which not all ranks have those of the same commit; what a
+//! broken group has left is overwritten there.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -198,8 +199,12 @@ impl ShardedOptimizer {
         Ok(())
     }
 
-    /// Replaces the parameters of all chunks by those of their owners.
+    /// Replaces the parameters of all chunks by those of their owners, unless all ranks have those
+    /// of their step.
     fn gather(&mut self, group: &mut dyn Group, parameters: &mut [f32]) -> Result<(), Stopped> {
+        if self.is_gathered {
+            return Ok(());
+        }
         let (layout, world, me) = (self.chunks.layout(), group.world_size(), group.rank());
         self.scratch.resize(GATHERED_LEN_MAX.max(layout.chunk_len).min(layout.parameters), 0.0);
         let per_bucket = (self.scratch.len() / layout.chunk_len).max(1) as u32;
@@ -244,7 +249,9 @@ impl ShardedOptimizer {
         members: &[WorkerId],
         store: &mut dyn CheckpointStore,
     ) -> Result<Regrouped<u32>, Stopped> {
-        (self.is_gathered, self.counted) = (false, None);
+        // Links that break while a step is computed leave the parameters of all ranks as they were.
+        self.is_gathered &= self.peers.have_gathered(step);
+        self.counted = None;
         let members = self.peers.members(members);
         let of_group = (group.generation(), members);
         if step == 0 {
