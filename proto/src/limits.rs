@@ -13,6 +13,9 @@ pub const CHANNELS_MAX: u8 = 16;
 pub const TABLE_REPLICAS: u8 = 2;
 /// Most workers with a copy of a row.
 pub const TABLE_REPLICAS_MAX: u8 = 3;
+
+/// The most commits by which the rows that a step reads may be older than the last one.
+pub const TABLE_LAG_MAX: u8 = 16;
 /// Most records of a step.
 pub const BATCH_RECORDS_MAX: u64 = 1 << 32;
 /// Most micro-batches of a step whose sum is exact: each halving of their size costs a bit of

@@ -24,7 +24,8 @@ pub struct DeterminismCase {
 struct Setup {
     programs: Programs,
     is_deterministic: bool,
-    has_tables: bool,
+    /// `None`: the model has no tables.
+    table_lag: Option<u8>,
     shards_optimizer: bool,
 }
 
@@ -111,13 +112,15 @@ impl DeterminismCase {
         self.run_setup(&Setup { shards_optimizer: true, ..Setup::new(programs, true) })
     }
 
-    /// Runs the case with `--deterministic`, and a model that has tables.
+    /// Runs the case with `--deterministic`, and a model that has tables, whose steps read rows as
+    /// of so many commits before the last one.
     ///
     /// # Panics
     /// As above; or a touch of a row is missing or repeated.
     #[must_use]
-    pub fn run_with_tables(&self, programs: Programs) -> Ended {
-        let ended = self.run_setup(&Setup { has_tables: true, ..Setup::new(programs, true) });
+    pub fn run_with_tables(&self, programs: Programs, lag: u8) -> Ended {
+        let table_lag = Some(lag);
+        let ended = self.run_setup(&Setup { table_lag, ..Setup::new(programs, true) });
         let touches = ended.summary().row_touches.expect("the model has tables");
         assert_eq!((touches.missing, touches.repeated), (0, 0), "{}", self.name);
         assert_eq!(touches.expected, 2 * RECORDS * EPOCHS, "{}", self.name);
@@ -135,7 +138,7 @@ impl DeterminismCase {
 
 impl Setup {
     fn new(programs: Programs, is_deterministic: bool) -> Self {
-        Self { programs, is_deterministic, has_tables: false, shards_optimizer: false }
+        Self { programs, is_deterministic, table_lag: None, shards_optimizer: false }
     }
 
     fn fixture(&self, workers: u32, micros_per_record: u64) -> JobFixture {
@@ -144,7 +147,7 @@ impl Setup {
             epochs: EPOCHS,
             micros_per_record,
             worker_timeout: Some("30s"),
-            program_options: if self.has_tables { &["--tables"] } else { &[] },
+            program_options: if self.table_lag.is_some() { &["--tables"] } else { &[] },
             ..JobFixture::new(self.programs, workers)
         }
     }
@@ -152,6 +155,10 @@ impl Setup {
     fn command(&self, fixture: &JobFixture) -> Command {
         let command = fixture.command(SEED);
         let command = if self.is_deterministic { command.flag("deterministic") } else { command };
+        let command = match self.table_lag {
+            Some(lag) => command.option("table-lag", lag.to_string()),
+            None => command,
+        };
         if self.shards_optimizer { command.flag("shard-optimizer") } else { command }
     }
 

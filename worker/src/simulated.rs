@@ -108,6 +108,7 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
             },
             validation,
             tables,
+            fed: None,
             sharded,
             source: None,
             incoming: None,

@@ -59,6 +59,8 @@ pub(crate) struct Trainer<'a, M: Model> {
     pub(crate) validation: Option<Validation<M::Reader>>,
     /// `None` if the model has no tables.
     pub(crate) tables: Option<RowTables>,
+    /// The records of the next step, with tables, if they were fed early.
+    pub(crate) fed: Option<fed::FedStep<M::Batch>>,
     /// `None` if each rank holds all of the optimizer's state.
     pub(crate) sharded: Option<ShardedOptimizer>,
     /// Link to the donor while this worker is joining.
@@ -373,9 +375,7 @@ impl<M: Model> Trainer<'_, M> {
             return self.step_sharded(is_empty);
         }
         let started = self.machine.now();
-        if let Some(tables) = &mut self.tables {
-            tables.push(self.tensors.group_mut()?, is_empty)?;
-        }
+        self.push_rows(is_empty)?;
         let path = self.path();
         let mine = self.header()?;
         if self.exact.is_some() {
@@ -552,6 +552,7 @@ mod device;
 #[path = "trainer/no_device.rs"]
 mod device;
 mod evaluation;
+mod fed;
 mod feed;
 mod fetch;
 mod finish;
@@ -563,6 +564,7 @@ mod parts;
 mod peers;
 mod reading;
 mod row_export;
+mod row_look_ahead;
 mod row_tables;
 mod sharded;
 mod stopped;

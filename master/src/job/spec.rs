@@ -3,7 +3,9 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use elasticdl_proto::limits::{CHANNELS_MAX, TABLE_REPLICAS, TABLE_REPLICAS_MAX, WORKERS_MAX};
+use elasticdl_proto::limits::{
+    CHANNELS_MAX, TABLE_LAG_MAX, TABLE_REPLICAS, TABLE_REPLICAS_MAX, WORKERS_MAX,
+};
 pub use elasticdl_proto::{
     Batch, CheckpointEvery, CheckpointSpec, Format, LinkEncryption, Shuffle, ShuffleMode,
     ValidationSpec, WireDtype, Work,
@@ -92,6 +94,14 @@ pub struct JobSpec {
     pub table_memory: Option<u64>,
     /// The step after which rows of tables were touched that are exported; `None`: all rows are.
     pub export_changes_since: Option<u64>,
+    /// Whether workers look up the rows of a step when it begins, not while the one before is
+    /// computed.
+    #[serde(default)]
+    pub no_table_look_ahead: bool,
+    /// Number of commits by which the rows of tables that a step reads are older than the last one:
+    /// at most [`TABLE_LAG_MAX`].
+    #[serde(default)]
+    pub table_lag: u8,
     /// How long workers may take from SIGTERM to their end.
     pub grace_period: Duration,
     /// What exit codes mean, and when the job ends before its data.
@@ -165,6 +175,8 @@ impl JobSpec {
             shard_optimizer: false,
             table_memory: None,
             export_changes_since: None,
+            no_table_look_ahead: false,
+            table_lag: 0,
             grace_period: Duration::from_secs(30),
             policies: Policies::default(),
         }
@@ -226,6 +238,8 @@ impl JobSpec {
             shard_optimizer: self.shard_optimizer,
             table_memory: self.table_memory,
             export_changes_since: self.export_changes_since,
+            no_table_look_ahead: self.no_table_look_ahead,
+            table_lag: self.table_lag,
         }
     }
 
@@ -310,6 +324,9 @@ impl JobSpec {
         }
         if !(1..=TABLE_REPLICAS_MAX).contains(&self.table_replicas) {
             return one_of("table_replicas", self.table_replicas.to_string(), "from 1 to 3");
+        }
+        if self.table_lag > TABLE_LAG_MAX {
+            return one_of("table_lag", self.table_lag.to_string(), "from 0 to 16");
         }
         if self.epochs == 0 {
             return one_of("epochs", "0".into(), "at least 1");

@@ -22,7 +22,8 @@ use crate::limits::{
     BATCH_RECORDS_MAX, CHANNELS_MAX, CHECKPOINT_NAME_BYTES_MAX, DATASET_FILES_MAX,
     DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, METRIC_NAME_BYTES_MAX, METRICS_MAX,
     PARAMETERS_MAX, PATH_BYTES_MAX, PHASE_US_MAX, PLACE_BYTES_MAX, SKIPPED_LISTED_MAX,
-    SKIPPED_TEXT_BYTES_MAX, STEPS_MAX, SUMMARY_BYTES_MAX, TABLE_REPLICAS_MAX, WORKERS_MAX, clip,
+    SKIPPED_TEXT_BYTES_MAX, STEPS_MAX, SUMMARY_BYTES_MAX, TABLE_LAG_MAX, TABLE_REPLICAS_MAX,
+    WORKERS_MAX, clip,
 };
 use crate::members::Members;
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
@@ -362,6 +363,7 @@ fn options(options: v1::Options) -> Checked<WorkerOptions> {
     let table_replicas = u64::from(options.table_replicas);
     let table_replicas =
         within("options.table_replicas", table_replicas, 1, TABLE_REPLICAS_MAX.into())?;
+    let table_lag = within("options.table_lag", options.table_lag.into(), 0, TABLE_LAG_MAX.into())?;
     let (work, validation) = work(options.work.ok_or("options.work: must be there")?)?;
     let micro_batch = within("options.micro_batch", options.micro_batch, 0, BATCH_RECORDS_MAX)?;
     let micro_batch = NonZeroU64::new(micro_batch);
@@ -395,6 +397,8 @@ fn options(options: v1::Options) -> Checked<WorkerOptions> {
         shard_optimizer: options.shard_optimizer,
         table_memory: options.table_memory,
         export_changes_since: options.export_changes_since,
+        no_table_look_ahead: options.no_table_look_ahead,
+        table_lag: table_lag as u8,
         link_encryption,
     })
 }

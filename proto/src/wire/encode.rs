@@ -276,6 +276,8 @@ fn options(options: WorkerOptions) -> v1::Options {
         shard_optimizer: options.shard_optimizer,
         table_memory: options.table_memory,
         export_changes_since: options.export_changes_since,
+        no_table_look_ahead: options.no_table_look_ahead,
+        table_lag: options.table_lag.into(),
         leave_timeout_ms: options.leave_timeout.map(millis),
         link_encryption: link_encryption.into(),
         work: Some(work(options.work, options.validation)),

@@ -330,6 +330,8 @@ fn options() -> WorkerOptions {
         shard_optimizer: true,
         table_memory: Some(1 << 20),
         export_changes_since: Some(7),
+        no_table_look_ahead: true,
+        table_lag: 2,
         shuffle: crate::Shuffle { mode: crate::ShuffleMode::Block, buffer: NonZeroU64::new(9) },
         micro_batch: NonZeroU64::new(3),
         deterministic: false,

@@ -218,6 +218,11 @@ impl Group for SimulatedGroup {
         "simulated".into()
     }
 
+    /// Of some groups.
+    fn spans_hosts(&self) -> bool {
+        !self.generation.is_multiple_of(4)
+    }
+
     fn sum(
         &mut self,
         path: Path,

@@ -11,7 +11,7 @@ use elasticdl::{
 };
 
 use super::coroutine::{act, act_and_wait};
-use super::rows;
+use super::rows::{self, Rows};
 
 /// The model as the user's program of a worker.
 pub(super) struct Counting {
@@ -110,7 +110,8 @@ impl Model for Counting {
         let count = batch.records.len();
         act_and_wait(move |world, thread| world.compute(thread, count as u64 / 64));
         if self.has_tables {
-            read_rows(&batch.rows, metrics.rows());
+            let read = rows_of(&batch.rows, metrics.rows());
+            act(move |world, thread| world.check_read(thread.p, &read, |rows, _| rows));
         }
         let absorbed: f32 = parameters.iter().sum();
         metrics.add_mean("loss", -f64::from(absorbed));
@@ -146,7 +147,8 @@ impl TableModel for Counting {
 
 /// Adds the gradients of rows.
 fn add_row_gradients(touched: Vec<(usize, usize, u64, usize)>, rows: &mut BatchRows) {
-    read_rows(&touched, rows);
+    let read = rows_of(&touched, rows);
+    act(move |world, thread| world.check_read(thread.p, &read, Rows::of_step));
     let dims: Vec<usize> = rows::tables().iter().map(|table| table.dim).collect();
     for (record, table, id, place) in touched {
         let gradient = rows::gradient_of(record, id);
@@ -155,19 +157,19 @@ fn add_row_gradients(touched: Vec<(usize, usize, u64, usize)>, rows: &mut BatchR
     }
 }
 
-/// Reads the rows that records touch, each once.
-fn read_rows(touched: &[(usize, usize, u64, usize)], rows: &mut BatchRows) {
+/// Values of the rows that records touch, each once, by table and id.
+fn rows_of(
+    touched: &[(usize, usize, u64, usize)],
+    rows: &mut BatchRows,
+) -> Vec<((usize, u64), Vec<f32>)> {
     let dims: Vec<usize> = rows::tables().iter().map(|table| table.dim).collect();
     let places: BTreeSet<_> =
         touched.iter().map(|&(_, table, id, place)| (table, id, place)).collect();
-    let read: Vec<_> = places
-        .into_iter()
-        .map(|(table, id, place)| {
-            let values = rows.of(table).0;
-            ((table, id), values[place * dims[table]..(place + 1) * dims[table]].to_vec())
-        })
-        .collect();
-    act(move |world, thread| world.check_read(thread.p, &read));
+    let values = |(table, id, place)| {
+        let values = rows.of(table).0;
+        ((table, id), values[place * dims[table]..(place + 1) * dims[table]].to_vec())
+    };
+    places.into_iter().map(values).collect()
 }
 
 /// Training data comes from the world.

@@ -5,6 +5,7 @@
 //! sums are exact, in any order.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
 use elasticdl::simulated::{Settings, shard_of};
 use elasticdl::{BatchRows, Ids, RowOptimizer, Table};
@@ -36,9 +37,10 @@ pub(super) fn touches(records: impl Iterator<Item = usize>) -> u64 {
     records.map(|record| BTreeSet::from(ids_of(record)).len() as u64).sum()
 }
 
-/// Rows by shard, table and id. [`EVICTED`] stands for those that were evicted.
+/// Rows by shard, table and id. [`EVICTED`] stands for those that were evicted. Then those of the
+/// commits before, the last one first, that later steps may read.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Rows(pub(super) BTreeMap<(u32, usize, u64), Row>);
+pub(super) struct Rows(pub(super) BTreeMap<(u32, usize, u64), Row>, pub(super) Vec<Rc<Self>>);
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Row {
@@ -62,7 +64,16 @@ impl Rows {
             move |(key, _): &(&(u32, usize, u64), &Row)| shards.contains(&key.0) == of_shards
         };
         let own = self.0.iter().filter(is_of(false)).chain(other.0.iter().filter(is_of(true)));
-        Self(own.map(|(key, row)| (*key, row.clone())).collect())
+        Self(own.map(|(key, row)| (*key, row.clone())).collect(), self.1.clone())
+    }
+
+    /// The rows that the next step reads.
+    pub(super) fn of_step(&self, settings: &Settings) -> &Self {
+        match settings.lag as usize {
+            0 => self,
+            // There are fewer only until so many steps are committed.
+            lag => self.1.get(lag - 1).or_else(|| self.1.last()).map_or(self, |rows| rows),
+        }
     }
 
     /// Sum of the touches of all rows.
@@ -89,7 +100,9 @@ impl Rows {
                 *sum += gradient_of(record, id);
             }
         }
-        let mut next = self.clone();
+        let last = Rc::new(Self(self.0.clone(), Vec::new()));
+        let older = [last].into_iter().chain(self.1.iter().cloned());
+        let mut next = Self(self.0.clone(), older.take(settings.lag as usize).collect());
         for ((table, id), (touched_by, sum)) in sums {
             let shard = shard_of(table as u32, id, settings.shards);
             let Row { touches, last_step, numbers } = next.0.entry((shard, table, id)).or_default();

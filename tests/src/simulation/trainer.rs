@@ -73,7 +73,11 @@ impl World {
         let trainer = &mut self.processes[p].trainer;
         trainer.news = 0;
         (trainer.seen.has_ended, trainer.seen.has_lost_rows) = (has_ended, has_lost_rows);
-        let has_broken = std::mem::take(&mut trainer.has_broken);
+        let has_broken = trainer.has_broken;
+        // Rows of the next step may be in vain. The group is left when the step is computed.
+        let generation = |group: Option<(Generation, usize)>| group.map(|(of, _)| of);
+        let stays = group.is_some() && generation(group) == generation(trainer.seen.group);
+        trainer.has_broken = has_broken && stays;
         let builds = trainer.builds.take();
         let Seen { is_ready, group: before, .. } = &mut trainer.seen;
         let was_ready = std::mem::replace(is_ready, true);
@@ -113,6 +117,8 @@ impl World {
         replaced.iter().for_each(|replaced| self.note_replaced(p, replaced));
         let is_round = commit.is_some_and(|commit| commit.is_round);
         self.see_rows(p, rows, repaired.is_some(), is_round);
+        let is_foreseen = commit.is_some_and(|commit| commit.is_round && commit.is_foreseen);
+        self.oracle.coverage.foreseen += u64::from(is_foreseen);
         self.oracle.coverage.not_gathered += u64::from(is_not_gathered);
         if let Some((step, placement)) = chunks {
             self.see_chunks(p, (step, &placement), repaired.is_some() || is_round);
@@ -120,7 +126,7 @@ impl World {
         match commit {
             None => {}
             Some(Commit { generation: None, .. }) => self.oracle.coverage.followed += 1,
-            Some(Commit { generation: Some(generation), is_round }) => {
+            Some(Commit { generation: Some(generation), is_round, .. }) => {
                 self.oracle.coverage.repaired_by_result += u64::from(!is_round);
                 if is_round {
                     self.processes[p].trainer.committed_in = Some(generation);

@@ -106,7 +106,7 @@ impl SeenRows {
         let evicted = evicted.map(|(shard, table, touches)| {
             ((shard, table, EVICTED), Row { touches, ..Row::default() })
         });
-        Some(Self { step, placement, rows: Rows(rows.chain(evicted).collect()) })
+        Some(Self { step, placement, rows: Rows(rows.chain(evicted).collect(), Vec::new()) })
     }
 }
 
@@ -123,6 +123,8 @@ pub(super) struct Commit {
     pub(super) generation: Option<Generation>,
     /// Whether it was committed in a round, and not in a repair.
     pub(super) is_round: bool,
+    /// Whether the rows of the step were looked up while the step before was computed.
+    pub(super) is_foreseen: bool,
 }
 
 impl Worker {
@@ -261,6 +263,7 @@ struct Before {
     state: Option<State>,
     group: Option<(Generation, usize)>,
     in_round: bool,
+    is_foreseen: bool,
     has_reported: bool,
     repaired_at: Option<Instant>,
     /// The parameters that the state stands for.
@@ -300,7 +303,8 @@ impl Watched<'_> {
         let mut turned = Turned { group, has_ended, ..Turned::default() };
         if let Some(sum) = &updated {
             let generation = before.group.map(|(generation, _)| generation);
-            turned.commit = Some(Commit { generation, is_round: before.in_round });
+            let (is_round, is_foreseen) = (before.in_round, before.is_foreseen);
+            turned.commit = Some(Commit { generation, is_round, is_foreseen });
             // A joiner may drop its state right after the step: a membership that arrived meanwhile
             // can follow another history than its donor's.
             let plan = evaluation(setting).filter(|_| before.in_round);
@@ -356,6 +360,7 @@ impl Watched<'_> {
         (before.group, before.has_reported) = (group, has_reported);
         before.repaired_at = repaired_at;
         before.in_round = session.in_round().is_some();
+        before.is_foreseen = session.assignment.is_foreseen();
         turned.flipped = flips;
         turned.has_lost_rows = trainer.has_lost_rows();
         turned.replaced = trainer.take_replaced_rows();
@@ -393,7 +398,7 @@ fn wrong_chunk(chunks: &Chunks, parameters: &[f32]) -> Option<String> {
     Some(format!("chunk {wrong} is {found:?}, not {expected:?}"))
 }
 
-const NO_TABLES: Settings = Settings { seed: 0, shards: 1, copies: 1, copy_bytes: 1 };
+const NO_TABLES: Settings = Settings { seed: 0, shards: 1, copies: 1, lag: 0, copy_bytes: 1 };
 
 /// Number of parts of a snapshot.
 const PARTS: usize = 6;

@@ -53,6 +53,10 @@ pub trait Group: Communicator + Debug {
     /// Describes the transport of sums between hosts.
     fn describe(&self) -> String;
 
+    /// Whether some operations take the time of a network. All ranks find the same, between the
+    /// same two operations.
+    fn spans_hosts(&self) -> bool;
+
     /// As [`Communicator::all_reduce`], over `path`.
     ///
     /// # Errors
@@ -181,6 +185,10 @@ impl Group for HostGroup {
 
     fn into_host(self: Box<Self>) -> Option<HostGroup> {
         Some(*self)
+    }
+
+    fn spans_hosts(&self) -> bool {
+        self.world_size() > 1 && !self.shares_memory()
     }
 
     fn describe(&self) -> String {

@@ -104,7 +104,11 @@ impl Training<'_> {
         session.ready(size.parameters as u64);
         let machine: Arc<dyn Machine> = Arc::new(System);
         check_options(&specs, options).map_err(Failure::fatal)?;
-        let tables = RowTables::new(worker.0, options, specs);
+        let mut tables = RowTables::new(worker.0, options, specs);
+        if let (Some(tables), Some(_)) = (&mut tables, model.as_bridge()) {
+            // A program's thread computes; it can't name the ids of the next step meanwhile.
+            tables.looks_ahead = false;
+        }
         let sharded = shards.then(|| {
             let layout = ChunkLayout::new(size.parameters, rule.slots());
             let chunks = Chunks::of_optimizer(worker.0, layout);
@@ -127,6 +131,7 @@ impl Training<'_> {
             checkpoints,
             validation,
             tables,
+            fed: None,
             sharded,
             source: None,
             incoming: None,

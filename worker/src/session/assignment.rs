@@ -8,7 +8,7 @@ use super::phase::{Group, Pending};
 use super::{Computed, JobPlan, State, plan};
 use crate::session::header::{StepHeader, add_sums};
 use crate::session::pace::Pace;
-use crate::session::plan::{Contribution, Plan};
+use crate::session::plan::{Contribution, Plan, StepSize};
 
 /// What this rank computes, has computed for the step, and reads ahead.
 #[derive(Clone, Debug, Default)]
@@ -28,6 +28,20 @@ pub struct Assignment {
     pace: Pace,
     /// Times per record of the group's ranks, from the last headers.
     costs: Vec<u64>,
+    /// The step after the one that is computed, with tables: rows may be looked up for it.
+    next: Option<NextStep>,
+    /// Whether the step that is computed is the one for which rows were looked up.
+    is_foreseen: bool,
+}
+
+/// A step that a group will compute, if nothing happens to it. All of its ranks know it.
+#[derive(Clone, Debug, PartialEq)]
+struct NextStep {
+    ledger: Ledger,
+    size: StepSize,
+    /// Records that each rank computes.
+    of_ranks: Vec<Vec<RecordRange>>,
+    rank: usize,
 }
 
 impl Assignment {
@@ -39,6 +53,19 @@ impl Assignment {
     /// The [upcoming](Self::upcoming) records, if they have changed since the last call.
     pub fn take_upcoming(&mut self) -> Option<&[RecordRange]> {
         std::mem::take(&mut self.upcoming_changed).then_some(self.upcoming.as_slice())
+    }
+
+    /// Records that this rank will compute for the step after the one that is computed, and the
+    /// micro-batches that they consist of; `None` if no rank looks rows up for it.
+    pub fn next(&self) -> Option<(&[RecordRange], Vec<RecordRange>)> {
+        let NextStep { ledger, size, of_ranks, rank } = self.next.as_ref()?;
+        let ranges = &of_ranks[*rank];
+        Some((ranges, plan::micro_batches(ledger, *size, ranges)))
+    }
+
+    /// Whether all ranks compute the records for which they have looked rows up one step early.
+    pub fn is_foreseen(&self) -> bool {
+        self.is_foreseen
     }
 
     /// Limits what this rank offers to compute to the first `readable` of the upcoming records;
@@ -142,6 +169,10 @@ impl Assignment {
                 cost: h.cost,
             })
             .collect();
+        let has_looked_ahead = committed && headers.iter().all(|h| h.has_looked_ahead);
+        let next = self.next.take().filter(|next| {
+            has_looked_ahead && next.ledger == state.ledger && next.of_ranks.len() == ranks.len()
+        });
         let plan = Plan::new(&state.ledger, job.size, &ranks);
         self.costs = headers.iter().map(|h| h.cost).collect();
         self.all_wait = headers.iter().all(|header| header.readable.is_some());
@@ -150,20 +181,29 @@ impl Assignment {
         }
         let kept = ranks.iter().zip(plan.keeps).filter(|(_, keeps)| *keeps);
         let kept = kept.flat_map(|(rank, _)| &rank.pending);
-        let assigned = plan.assigned.iter().flatten().flatten();
-        let step: Vec<RecordRange> = kept.chain(assigned).copied().collect();
-        self.look_ahead((job, state), group, if plan.assigned.is_some() { &step } else { &[] });
-        plan.assigned.map(|mut assigned| assigned.swap_remove(group.rank))
+        let is_foreseen = next.is_some();
+        let mut assigned = next.map(|next| next.of_ranks).or(plan.assigned);
+        let step = kept.chain(assigned.iter().flatten().flatten()).copied();
+        let step: Vec<RecordRange> = if assigned.is_some() { step.collect() } else { Vec::new() };
+        let ledger = self.look_ahead((job, state), group, &step);
+        self.is_foreseen = is_foreseen;
+        if job.has_tables && assigned.is_some() {
+            let of_ranks = plan::next(&ledger, job.epochs, job.size, &self.costs);
+            let (size, rank) = (job.size, group.rank);
+            self.next = of_ranks.map(|of_ranks| NextStep { ledger, size, of_ranks, rank });
+        }
+        assigned.as_mut().map(|assigned| assigned.swap_remove(group.rank))
     }
 
     /// Finds out which records this rank of `group` will compute after `step`, the records of the
-    /// step that is being computed.
+    /// step that is being computed. Returns the ledger after it.
     pub(super) fn look_ahead(
         &mut self,
         (job, state): (&JobPlan, &State),
         group: &Group,
         step: &[RecordRange],
-    ) {
+    ) -> Ledger {
+        (self.next, self.is_foreseen) = (None, false);
         let mut ledger = state.ledger.clone();
         for range in step {
             ledger.absorb(*range);
@@ -174,8 +214,103 @@ impl Assignment {
         let upcoming = plan::upcoming(&ledger, job.epochs, job.size, ranks, STEPS_AHEAD);
         self.upcoming_changed |= self.upcoming != upcoming;
         self.upcoming = upcoming;
+        ledger
     }
 }
 
 /// Number of steps whose records are read ahead.
 const STEPS_AHEAD: u64 = 4;
+
+#[cfg(test)]
+mod tests {
+    use elasticdl_proto::{Generation, WorkerId};
+
+    use super::*;
+    use crate::session::evaluation::Evaluation;
+
+    /// The first of two ranks after a step, with the headers of all that lead to the next one, of
+    /// which some have looked ahead, and the second needs so many times as long as the first.
+    struct Round {
+        job: JobPlan,
+        state: State,
+        group: Group,
+        assignment: Assignment,
+    }
+
+    impl Round {
+        fn new() -> Self {
+            let members = vec![WorkerId(1), WorkerId(2)];
+            Self {
+                job: JobPlan { has_tables: true, ..JobPlan::of_one_epoch(32, 8) },
+                state: State {
+                    step: 0,
+                    ledger: Ledger::new(32),
+                    records_trained: 0,
+                    evaluation: Evaluation::default(),
+                    steps_skipped: 0,
+                    row_touches: 0,
+                    created: 1,
+                },
+                group: Group { generation: Generation(1), members, rank: 0, origins: Vec::new() },
+                assignment: Assignment::default(),
+            }
+        }
+
+        /// Commits the next 8 records, and plans the step after them.
+        fn next(&mut self, looked_ahead: [bool; 2], slower: u64) -> Vec<RecordRange> {
+            let start = 8 * self.state.step;
+            self.state.ledger.absorb(RecordRange { epoch: 0, start, end: start + 8 });
+            self.state.step += 1;
+            self.plan(looked_ahead, slower, self.state.step - 1)
+        }
+
+        fn plan(&mut self, looked_ahead: [bool; 2], slower: u64, step: u64) -> Vec<RecordRange> {
+            let header = |(has_looked_ahead, cost)| StepHeader {
+                step,
+                cost,
+                has_looked_ahead,
+                ..StepHeader::default()
+            };
+            let headers = looked_ahead.into_iter().zip([1000, 1000 * slower]).map(header);
+            let headers: Vec<StepHeader> = headers.collect();
+            let Self { job, state, group, assignment } = self;
+            assignment.plan((job, state), group, &headers).unwrap()
+        }
+    }
+
+    fn range(start: u64, end: u64) -> RecordRange {
+        RecordRange { epoch: 0, start, end }
+    }
+
+    #[test]
+    fn a_step_for_which_all_ranks_have_looked_ahead_consists_of_these_records() {
+        let mut round = Round::new();
+        assert_eq!(round.next([false; 2], 1), [range(8, 12)]);
+        assert!(!round.assignment.is_foreseen());
+        assert_eq!(round.assignment.next().unwrap().0, [range(16, 20)]);
+        // The other rank is slow now, which changes the step after the next one.
+        assert_eq!(round.next([true; 2], 3), [range(16, 20)]);
+        assert!(round.assignment.is_foreseen());
+        let (ranges, micro_batches) = round.assignment.next().unwrap();
+        assert_eq!((ranges, micro_batches.len()), (&[range(24, 30)][..], 6));
+        assert_eq!(round.next([true; 2], 1), [range(24, 30)]);
+        assert_eq!(round.assignment.next(), None, "the data ends");
+    }
+
+    #[test]
+    fn a_step_that_some_rank_has_not_foreseen_is_planned_anew() {
+        let mut round = Round::new();
+        round.next([false; 2], 1);
+        assert_eq!(round.next([true, false], 3), [range(16, 22)]);
+        assert!(!round.assignment.is_foreseen());
+        // Nor is one foreseen after an idle round, or in a new group.
+        let idle = round.plan([true; 2], 1, round.state.step);
+        assert_eq!((idle, round.assignment.is_foreseen()), (vec![range(16, 20)], false));
+        let Round { job, state, group, assignment } = &mut round;
+        assignment.look_ahead((job, state), group, &[]);
+        assert_eq!(assignment.next(), None);
+        round.job.has_tables = false;
+        round.next([true; 2], 1);
+        assert_eq!((round.assignment.next(), round.assignment.is_foreseen()), (None, false));
+    }
+}

@@ -62,6 +62,9 @@ pub struct StepHeader {
     pub nccl: NcclBuild,
     /// What the rank has of the model's tables, or had lately. The trainer sets it.
     pub tables: Option<HeldRows>,
+    /// Whether this rank has looked up the rows of all records that it will compute for the next
+    /// step, if nothing happens to the group. The trainer sets it.
+    pub has_looked_ahead: bool,
 }
 
 /// Size of a rank's part of the tables.

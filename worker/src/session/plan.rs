@@ -96,22 +96,33 @@ pub fn upcoming(
     (rank, costs): (usize, &[u64]),
     steps: u64,
 ) -> Vec<RecordRange> {
-    let ranks: Vec<Contribution> =
-        costs.iter().map(|cost| Contribution { cost: *cost, ..Default::default() }).collect();
     let mut ledger = ledger.clone();
     let mut ranges = Vec::new();
     for _ in 0..steps {
-        if ledger.epoch() >= epochs {
-            break;
-        }
-        let plan = Plan::new(&ledger, size, &ranks);
-        let mut assigned = plan.assigned.expect("every rank can read any number of records");
+        let Some(mut assigned) = next(&ledger, epochs, size, costs) else { break };
         for range in assigned.iter().flatten() {
             ledger.absorb(*range);
         }
         ranges.append(&mut assigned[rank]);
     }
     ranges
+}
+
+/// Records that each rank will compute for the step that follows `ledger`, as for [`upcoming`];
+/// `None` if all epochs are over.
+pub fn next(
+    ledger: &Ledger,
+    epochs: u32,
+    size: StepSize,
+    costs: &[u64],
+) -> Option<Vec<Vec<RecordRange>>> {
+    if ledger.epoch() >= epochs {
+        return None;
+    }
+    let ranks: Vec<Contribution> =
+        costs.iter().map(|cost| Contribution { cost: *cost, ..Default::default() }).collect();
+    let assigned = Plan::new(ledger, size, &ranks).assigned;
+    Some(assigned.expect("every rank can read any number of records"))
 }
 
 /// Cuts records of the step that follows `ledger` into micro-batches.

@@ -49,6 +49,13 @@ impl<M: Model> Trainer<'_, M> {
         let most = self.model.max_micro_batch().unwrap_or(usize::MAX).max(1);
         let mut waiting = self.tables.as_mut().map(|tables| tables.begin_batches(is_first));
         let mut work = Work::default();
+        if waiting.is_some()
+            && let Some(fed) = self.take_fed(&[ranges.to_vec()])
+        {
+            let fed = fed.into_iter().next().expect("there is one piece");
+            self.compute_with_rows(fed, ranges, &mut work)?;
+            return Ok(self.computed(work)?);
+        }
         let (mut records, mut parts) = (Vec::new(), Parts::default());
         for (i, range) in ranges.iter().enumerate() {
             let started = self.machine.now();

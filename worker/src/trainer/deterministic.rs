@@ -30,6 +30,15 @@ impl<M: Model> Trainer<'_, M> {
         let micro_batches = self.session.micro_batches(ranges);
         let mut work = Work::default();
         let mut waiting = Vec::new();
+        if let Some(tables) = &mut self.tables {
+            tables.begin_batches::<M::Batch>(is_first);
+            let pieces: Vec<_> = micro_batches.iter().map(|range| vec![*range]).collect();
+            if let Some(fed) = self.take_fed(&pieces) {
+                waiting = micro_batches.into_iter().zip(fed).collect();
+                self.compute_micro_batches_with_rows(waiting, ranges, &mut work)?;
+                return Ok(self.computed(work)?);
+            }
+        }
         for (i, micro_batch) in micro_batches.iter().enumerate() {
             let started = self.machine.now();
             let Some(taken) = self.take(*micro_batch)? else { return Ok(()) };
@@ -41,8 +50,8 @@ impl<M: Model> Trainer<'_, M> {
             let started = self.machine.now();
             let fail = |error| Failure::on_records(error, order.ranges(&[*micro_batch]));
             let parts = self.parts_of(*micro_batch, taken.records);
-            if let Some(tables) = &mut self.tables {
-                let mut batches = tables.begin_batches(is_first && i == 0);
+            if let Some(tables) = &self.tables {
+                let mut batches = tables.no_batches();
                 for (records, part) in parts {
                     batches.push(&mut self.model, records, vec![part]).map_err(fail)?;
                 }

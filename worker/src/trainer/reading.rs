@@ -15,7 +15,12 @@ impl<M: Model> Trainer<'_, M> {
     /// Announces the records of the next steps, if they have changed, after those of `task`.
     pub(super) fn look_ahead(&mut self, task: &Task) {
         if let Some(upcoming) = self.session.assignment.take_upcoming() {
-            self.records.replace(task.records(), upcoming);
+            match &self.fed {
+                Some(fed) => {
+                    self.records.replace(&fed.without(task.records()), &fed.without(upcoming));
+                }
+                None => self.records.replace(task.records(), upcoming),
+            }
             if let Some(bridge) = self.model.as_bridge() {
                 let records = |range: &RecordRange| {
                     let epoch = range.epoch;
@@ -28,7 +33,11 @@ impl<M: Model> Trainer<'_, M> {
 
     /// Header of this rank for the round.
     pub(super) fn header(&mut self) -> Result<Vec<u8>, Failure> {
-        match self.records.readable(self.session.assignment.upcoming()) {
+        let readable = match &self.fed {
+            Some(fed) => fed.readable(&*self.records, self.session.assignment.upcoming()),
+            None => self.records.readable(self.session.assignment.upcoming()),
+        };
+        match readable {
             Ok(readable) => self.session.assignment.limit_readable(readable),
             Err(error) => self.halt_or_fail(error, self.session.assignment.all_wait())?,
         }
@@ -52,6 +61,7 @@ impl<M: Model> Trainer<'_, M> {
             mine.chunk_digest = sharded.chunks().window_digest();
         }
         mine.tables = held;
+        mine.has_looked_ahead = self.has_looked_ahead();
         Ok(header::encode(&mine))
     }
 

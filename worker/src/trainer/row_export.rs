@@ -180,7 +180,7 @@ impl RowTables {
             let message =
                 |rank| of_rank(rank).map(|part| saved.encode_part(&self.specs, part, since));
             let messages = (0..world_size).map(|rank| message(rank).unwrap_or_default());
-            let received = exchange(group, messages.collect())?;
+            let received = exchange(group, messages.collect::<Vec<_>>())?;
             if let (Some(part), Ok(written)) = (of_rank(rank), &mut mine) {
                 let rows = collect(&self.specs, &received)?;
                 match write_part(address, part, &self.specs, rows) {

@@ -4,13 +4,14 @@
 //!   round:  look up ── exchange ids ── exchange rows ──► compute ──► push gradients ──► all-reduce
 //! ```
 //!
+//! `row_look_ahead` moves the exchanges of ids and rows beside the computation of the step before.
+//!
 //! **Invariant:** all ranks of a group look rows up and push gradients once in each round with a
 //! step, in this order, with or without records of their own.
 
 use std::sync::Arc;
 
-use elasticdl_collective::CollectiveError;
-use elasticdl_data::Reader;
+use elasticdl_collective::{CollectiveError, Communicator};
 use elasticdl_proto::{Generation, RecordRange, WorkerId, WorkerOptions};
 use elasticdl_tables::{
     BatchRows, Ids, InvalidRows, LostShards, Member, Owned, OwnedHeader, OwnedSize, Placement,
@@ -19,7 +20,7 @@ use elasticdl_tables::{
 use serde::{Deserialize, Serialize};
 
 use super::Trainer;
-use super::feed::feed;
+use super::fed::{EarlyRows, WaitingBatch, WaitingBatches};
 use super::peers::{Peers, Source, all_have_read};
 use super::stopped::{Stopped, decode_all};
 use super::table_memory::{self, TableMemory};
@@ -37,7 +38,13 @@ pub(crate) struct RowTables {
     /// Gradients of rows that no known step has absorbed.
     gradients: RowGradients,
     /// Whether this rank has looked up the rows of the round.
-    looked_up: bool,
+    pub(super) looked_up: bool,
+    /// Whether rows are looked up one step early between hosts.
+    pub(crate) looks_ahead: bool,
+    /// The rows of the next step.
+    pub(super) early: Option<EarlyRows>,
+    /// Why the rows of the next step are not here, if the links broke meanwhile.
+    pub(super) not_looked_ahead: Option<Stopped>,
     /// Step of the parameters that this joining worker has fetched, and its generation.
     fetched: Option<(u64, Generation)>,
     /// The ranks of the group.
@@ -121,12 +128,14 @@ impl RowTables {
     /// The tables of worker `me`; `None` if there are none.
     pub(crate) fn new(me: u64, options: &WorkerOptions, specs: Vec<Table>) -> Option<Self> {
         let (seed, copies) = (options.seed, options.table_replicas.into());
-        let settings = Settings { seed, shards: SHARDS, copies, copy_bytes: COPY_BYTES };
+        let lag = options.table_lag.into();
+        let settings = Settings { seed, shards: SHARDS, copies, lag, copy_bytes: COPY_BYTES };
         let tables = Self::with(me, settings, specs)?;
         Some(Self {
             goes_on_with_older: options.stale_rows,
             memory_max: TableMemory::new(options.table_memory),
             export_since: options.export_changes_since,
+            looks_ahead: !options.no_table_look_ahead,
             ..tables
         })
     }
@@ -139,6 +148,9 @@ impl RowTables {
             specs,
             gradients: RowGradients::default(),
             looked_up: false,
+            looks_ahead: true,
+            early: None,
+            not_looked_ahead: None,
             fetched: None,
             peers: Peers::default(),
             counted: None,
@@ -188,6 +200,7 @@ impl RowTables {
         self.gradients.clear();
         self.peers.go_back();
         (self.looked_up, self.fetched, self.counted) = (false, None, None);
+        (self.early, self.not_looked_ahead) = (None, None);
         self.lost = self.lost.or(lost);
     }
 
@@ -266,6 +279,7 @@ impl RowTables {
         store: &mut dyn CheckpointStore,
     ) -> Result<Regrouped, Stopped> {
         (self.looked_up, self.counted, self.held) = (false, None, None);
+        (self.early, self.not_looked_ahead) = (None, None);
         (self.exported, self.rows_of_best) = (None, None);
         let members = self.peers.members(members);
         let generation = group.generation();
@@ -326,6 +340,10 @@ impl RowTables {
         if is_first {
             self.gradients.clear();
         }
+        self.no_batches()
+    }
+
+    pub(super) fn no_batches<B>(&self) -> WaitingBatches<B> {
         WaitingBatches { batches: Vec::new(), ids: self.ids() }
     }
 
@@ -336,7 +354,7 @@ impl RowTables {
         }
     }
 
-    /// Looks up the rows of `ids`.
+    /// Looks up the rows of `ids` as of the last commit.
     pub(super) fn look_up(
         &mut self,
         group: &mut dyn Group,
@@ -347,15 +365,25 @@ impl RowTables {
         Ok(self.owned.receive(ids, &replies)?)
     }
 
+    /// Looks up the rows of `ids` that the next step reads.
+    pub(super) fn look_up_of_step(
+        &mut self,
+        group: &mut dyn Group,
+        ids: &Ids,
+    ) -> Result<BatchRows, Stopped> {
+        let requests = exchange(group, self.owned.requests(ids))?;
+        let replies = exchange(group, self.owned.replies_of_step(&requests)?)?;
+        Ok(self.owned.receive(ids, &replies)?)
+    }
+
     /// Hands the gradients of this rank's records to the workers that hold their rows.
     pub(super) fn push(&mut self, group: &mut dyn Group, is_empty: bool) -> Result<(), Stopped> {
-        if !self.looked_up {
-            let none = self.ids();
-            self.look_up(group, &none)?;
-        }
         self.looked_up = false;
         if is_empty {
             self.gradients.clear();
+        }
+        if let Some(stopped) = self.not_looked_ahead.take() {
+            return Err(stopped);
         }
         let pushes = exchange(group, self.owned.pushes(&self.gradients))?;
         Ok(self.owned.stage(&pushes)?)
@@ -423,9 +451,8 @@ impl<M: Model> Trainer<'_, M> {
         work: &mut Work,
     ) -> Result<(), Stopped> {
         let mut rows = self.look_up(&ids, ranges)?;
-        let started = self.machine.now();
-        work.loss_sum += self.gradients_of_all(batches, &mut rows, ranges)?;
-        work.busy += self.machine.now() - started;
+        let compute = |trainer: &mut Self| trainer.gradients_of_all(batches, &mut rows, ranges);
+        work.loss_sum += self.compute_looking_ahead(work, compute)?;
         work.row_touches = ids.touches();
         if let Some(tables) = &mut self.tables {
             tables.gradients.add(&tables.specs, ids, rows);
@@ -445,31 +472,26 @@ impl<M: Model> Trainer<'_, M> {
         let tables = self.tables.as_ref().map_or(0, |tables| tables.specs.len());
         let union = Ids::union(tables, waiting.iter().map(|(_, waiting)| &waiting.ids));
         let all = self.look_up(&union, ranges)?;
-        let started = self.machine.now();
-        for (range, WaitingBatches { batches, ids }) in waiting {
-            let mut rows = all.of_batch(&union, &ids);
-            self.begin_micro_batch();
-            work.loss_sum += self.gradients_of_all(batches, &mut rows, &[range])?;
-            self.end_micro_batch();
+        let (loss_sum, parts) = self.compute_looking_ahead(work, |trainer: &mut Self| {
+            let (mut loss_sum, mut parts) = (0.0, Vec::with_capacity(waiting.len()));
+            for (range, WaitingBatches { batches, ids }) in waiting {
+                let mut rows = all.of_batch(&union, &ids);
+                trainer.begin_micro_batch();
+                loss_sum += trainer.gradients_of_all(batches, &mut rows, &[range])?;
+                trainer.end_micro_batch();
+                parts.push((range.start, ids, rows));
+            }
+            Ok::<_, Failure>((loss_sum, parts))
+        })?;
+        work.loss_sum += loss_sum;
+        for (position, ids, rows) in parts {
             work.row_touches += ids.touches();
             if let Some(tables) = &mut self.tables {
-                tables.gradients.add_part(range.start, ids, rows);
+                tables.gradients.add_part(position, ids, rows);
             }
         }
-        work.busy += self.machine.now() - started;
         self.tables.iter().for_each(|tables| tables.check_finite(work));
         Ok(())
-    }
-
-    /// Looks up the rows of `ids`, of the records of `ranges`.
-    fn look_up(&mut self, ids: &Ids, ranges: &[RecordRange]) -> Result<BatchRows, Stopped> {
-        let Some(tables) = &mut self.tables else { return Ok(BatchRows::default()) };
-        tables.looked_up = true;
-        let rows = tables.look_up(self.tensors.group_mut()?, ids);
-        if rows.is_err() {
-            self.session.assignment.not_computed(ranges);
-        }
-        rows
     }
 
     /// Adds the gradients of these batches, of the records of `ranges`. Returns the sum of the
@@ -490,41 +512,12 @@ impl<M: Model> Trainer<'_, M> {
     }
 }
 
-/// A batch with the number and the positions of its records.
-type WaitingBatch<B> = (B, usize, Vec<RecordRange>);
-
-/// Batches that wait for their rows.
-#[derive(Debug)]
-pub(super) struct WaitingBatches<B> {
-    batches: Vec<WaitingBatch<B>>,
-    ids: Ids,
-}
-
-impl<B> WaitingBatches<B> {
-    pub(super) fn is_empty(&self) -> bool {
-        self.batches.is_empty()
-    }
-
-    /// Builds the batch of the records at these positions.
-    pub(super) fn push<M: Model<Batch = B>>(
-        &mut self,
-        model: &mut M,
-        records: Vec<<M::Reader as Reader>::Record>,
-        positions: Vec<RecordRange>,
-    ) -> Result<(), String> {
-        let count = records.len();
-        let batch = feed(model, records, &mut self.ids)?;
-        self.batches.push((batch, count, positions));
-        Ok(())
-    }
-}
-
 /// Gives each rank its message, and returns those that the ranks give to this one.
 pub(super) fn exchange(
-    group: &mut dyn Group,
-    messages: Vec<Vec<u8>>,
+    group: &mut (impl Communicator + ?Sized),
+    messages: impl AsRef<[Vec<u8>]>,
 ) -> Result<Vec<Vec<u8>>, CollectiveError> {
-    let send: Vec<&[u8]> = messages.iter().map(Vec::as_slice).collect();
+    let send: Vec<&[u8]> = messages.as_ref().iter().map(Vec::as_slice).collect();
     let mut received = Vec::new();
     group.exchange(&send, &mut received)?;
     Ok(received)

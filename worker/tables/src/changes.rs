@@ -52,9 +52,10 @@ impl Removed {
         self.rows.capacity() * size_of::<RemovedRow>()
     }
 
-    pub(crate) fn encode(&self, to: &mut Vec<u8>) {
+    /// Writes them, and whether a history of rows follows.
+    pub(crate) fn encode(&self, to: &mut Vec<u8>, has_history: bool) {
         put_u32(to, self.since as usize);
-        put_u32(to, self.rows.len());
+        put_u32(to, self.rows.len() | if has_history { HAS_HISTORY as usize } else { 0 });
         for row in &self.rows {
             put(to, &[row.id]);
             put(to, &[row.table, row.step]);
@@ -62,8 +63,12 @@ impl Removed {
     }
 
     /// Reads what [`encode`](Self::encode) has written, of so many tables.
-    pub(crate) fn decode(message: &mut Message<'_>, tables: usize) -> Result<Self, InvalidRows> {
-        let (since, len) = (message.u32()?, message.u32()? as usize);
+    pub(crate) fn decode(
+        message: &mut Message<'_>,
+        tables: usize,
+    ) -> Result<(Self, bool), InvalidRows> {
+        let (since, len) = (message.u32()?, message.u32()?);
+        let (has_history, len) = (len & HAS_HISTORY != 0, (len & !HAS_HISTORY) as usize);
         let mut rows = message.part(len.saturating_mul(ROW_BYTES))?;
         let mut removed = Self { since, rows: Vec::with_capacity(len) };
         for _ in 0..len {
@@ -73,7 +78,7 @@ impl Removed {
             }
             removed.rows.push(row);
         }
-        Ok(removed)
+        Ok((removed, has_history))
     }
 }
 
@@ -116,6 +121,7 @@ impl Shard {
         }
         self.evicted = changes.evicted;
         self.removed = Removed::default();
+        self.history = changes.history;
         self
     }
 }
@@ -160,6 +166,8 @@ pub fn changed_shard(
 
 const WHOLE: usize = 0;
 const CHANGED: usize = 1;
+/// Set in the number of removed rows if a history of rows follows.
+const HAS_HISTORY: u32 = 1 << 31;
 /// Bytes of a removed row.
 const ROW_BYTES: usize = 16;
 
@@ -198,7 +206,7 @@ mod tests {
             ids.iter().for_each(|&id| touch(&mut shard, 0, id, step));
             touch(&mut shard, 1, 1000 + u64::from(step) % 3, step);
             let mut shared = Arc::new(shard);
-            Shard::evict(&mut shared, &tables(), step);
+            Shard::evict(&mut shared, &tables(), (step, 0));
             shard = Arc::unwrap_or_clone(shared);
             shards.push(shard.clone());
         }
@@ -265,7 +273,7 @@ mod tests {
         assert!(whole_shard(&[2, 0, 0, 0]).is_err());
         let (mut removed, mut bytes) = (Removed::default(), Vec::new());
         removed.add(2, 5, [1].into_iter());
-        removed.encode(&mut bytes);
+        removed.encode(&mut bytes, false);
         let error = Removed::decode(&mut Message(&bytes), 2).unwrap_err();
         assert_eq!(error.reason(), "a removed row of table 2");
     }

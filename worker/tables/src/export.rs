@@ -135,7 +135,7 @@ mod tests {
     fn trained(workers: u64) -> Vec<SavedShards> {
         let members: Vec<Member> =
             (0..workers).map(|worker| Member { worker, host: worker, leaves: false }).collect();
-        let settings = Settings { seed: 5, shards: SHARDS, copies: 2, copy_bytes: 1 };
+        let settings = Settings { seed: 5, shards: SHARDS, copies: 2, lag: 0, copy_bytes: 1 };
         let mut ranks: Vec<Owned> =
             (0..workers).map(|worker| Owned::new(worker, settings, tables())).collect();
         ranks.iter_mut().for_each(|rank| rank.create(1, members.clone()));

@@ -9,6 +9,7 @@
 //! | `table`, `optimizer` | what a table is |
 //! | `block`, `index`, `rows`, `shard` | rows in memory |
 //! | `changes` | what has changed in a shard since a step |
+//! | `history` | what rows were before the last steps |
 //! | `placement` | which workers hold which shard, and should |
 //! | `lookup`, `distinct_ids` | ids of a batch, their rows and gradients |
 //! | `owned` | a worker's shards, from its first group to its last |
@@ -22,6 +23,7 @@ mod block;
 mod changes;
 mod distinct_ids;
 mod export;
+mod history;
 mod index;
 mod lookup;
 mod optimizer;
@@ -38,6 +40,7 @@ pub use self::lookup::{BatchRows, Ids, RowGradients, TableGradients, id_of};
 pub use self::optimizer::RowOptimizer;
 pub use self::owned::chunks::{ChunkLayout, ChunkSums, ChunkUpdate, Chunks, SavedChunk};
 pub use self::owned::contents::{HeldRow, OwnedSize};
+pub use self::owned::look_ahead::Answered;
 pub use self::owned::recovery::{LostShards, OwnedHeader, Recovery};
 pub use self::owned::round::StepCommit;
 pub use self::owned::saved::{SavedShard, SavedShards};

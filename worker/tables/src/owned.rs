@@ -17,6 +17,7 @@ use crate::table::Table;
 pub(crate) mod chunks;
 pub(crate) mod contents;
 mod hand_over;
+pub(crate) mod look_ahead;
 pub(crate) mod recovery;
 pub(crate) mod round;
 pub(crate) mod saved;
@@ -57,6 +58,8 @@ pub struct Settings {
     pub shards: u32,
     /// Number of copies of each shard.
     pub copies: u32,
+    /// Number of commits by which the rows that a step reads are older than the last one.
+    pub lag: u32,
     /// About how many bytes a worker sends, and receives, between two steps to copy shards; at
     /// least one shard.
     pub copy_bytes: u64,
@@ -107,6 +110,13 @@ impl Owned {
 
     fn shard_of(&self, table: usize, id: u64) -> u32 {
         shard_of(table as u32, id, self.settings.shards)
+    }
+
+    /// The rank that this worker asks for rows of a shard: itself, if it has a copy.
+    fn source(&self, shard: u32) -> usize {
+        let group = self.group();
+        let holders = group.placement.holders(shard);
+        group.rank(if holders.contains(&self.me) { self.me } else { holders[0] })
     }
 }
 

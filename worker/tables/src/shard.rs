@@ -5,6 +5,7 @@ use std::sync::Arc;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::changes::Removed;
+use crate::history::History;
 use crate::rows::Rows;
 use crate::table::{Eviction, Table};
 use crate::wire::{InvalidRows, Message, put, put_u32};
@@ -21,6 +22,8 @@ pub struct Shard {
     pub(crate) evicted: Vec<u64>,
     /// Which rows were removed, for checkpoints of what has changed.
     pub(crate) removed: Removed,
+    /// What rows were before the last steps, if steps read older rows.
+    pub(crate) history: History,
 }
 
 impl Shard {
@@ -31,6 +34,7 @@ impl Shard {
             waiting: tables.iter().map(|_| Rows::new(0)).collect(),
             evicted: vec![0; tables.len()],
             removed: Removed::default(),
+            history: History::default(),
         }
     }
 
@@ -63,8 +67,14 @@ impl Shard {
         Some(row)
     }
 
-    /// Removes the rows whose time is over at this step. Their touches stay counted.
-    pub(crate) fn evict(shard: &mut Arc<Self>, tables: &[Table], step: u32) {
+    /// Values of the row of a table at a position, `[dim]`; nothing if there is none.
+    pub(crate) fn values(&self, dim: usize, (table, at): (usize, Option<usize>)) -> Vec<f32> {
+        at.map_or(Vec::new(), |at| self.tables[table].numbers(at)[..dim].to_vec())
+    }
+
+    /// Removes the rows whose time is over at this step. Their touches stay counted. `lag`: number
+    /// of commits of which older rows are kept.
+    pub(crate) fn evict(shard: &mut Arc<Self>, tables: &[Table], (step, lag): (u32, u32)) {
         for (index, table) in tables.iter().enumerate() {
             let Eviction { age, norm } = table.eviction;
             if age.is_none() && norm.is_none() {
@@ -82,6 +92,11 @@ impl Shard {
                 continue;
             }
             let shard = Arc::make_mut(shard);
+            for &row in expired.iter().filter(|_| lag > 0) {
+                let rows = &shard.tables[index];
+                let values = &rows.numbers(row)[..table.dim];
+                shard.history.note((index, rows.id(row)), step, values);
+            }
             for (rows, expired) in
                 [(&mut shard.tables[index], expired), (&mut shard.waiting[index], waiting)]
             {
@@ -110,7 +125,10 @@ impl Shard {
     ) {
         self.all().for_each(|rows| encode(rows, to));
         put(to, &self.evicted);
-        removed.encode(to);
+        removed.encode(to, !self.history.is_empty());
+        if !self.history.is_empty() {
+            self.history.encode(to);
+        }
     }
 
     /// Reads what [`encode`](Self::encode) has written, of these tables.
@@ -125,14 +143,18 @@ impl Shard {
             tables.iter().map(|table| read(table.stored())).collect::<Result<_, _>>()?;
         let waiting: Vec<Rows> = tables.iter().map(|_| read(0)).collect::<Result<_, _>>()?;
         let evicted = message.column(tables.len())?;
-        let removed = Removed::decode(message, tables.len())?;
+        let (removed, has_history) = Removed::decode(message, tables.len())?;
+        let history = match has_history {
+            true => History::decode(message, tables)?,
+            false => History::default(),
+        };
         let is_admitted = |(rows, waiting): (&Rows, &Rows)| {
             waiting.iter().any(|(id, ..)| rows.position(id).is_some())
         };
         if admitted.iter().zip(&waiting).any(is_admitted) {
             return Err(InvalidRows("a row of a shard is admitted, and waits".into()));
         }
-        Ok(Self { tables: admitted, waiting, evicted, removed })
+        Ok(Self { tables: admitted, waiting, evicted, removed, history })
     }
 
     /// Number of bytes that [`encode`](Self::encode) writes, about.
@@ -171,7 +193,7 @@ impl Shard {
     }
 
     pub(crate) fn bytes(&self) -> usize {
-        self.all().map(Rows::bytes).sum::<usize>() + self.removed.bytes()
+        self.all().map(Rows::bytes).sum::<usize>() + self.removed.bytes() + self.history.bytes()
     }
 
     /// Rows of a table, and its memory.
@@ -250,16 +272,16 @@ mod tests {
         let touches = shard.touches();
         let mut shard = Arc::new(shard);
         let mut other = Arc::clone(&shard);
-        Shard::evict(&mut shard, &[Table::new("user", 2).evicted_after(3)], 8);
+        Shard::evict(&mut shard, &[Table::new("user", 2).evicted_after(3)], (8, 0));
         assert!(Arc::ptr_eq(&shard, &other), "nothing is due");
-        Shard::evict(&mut shard, &tables, 9);
+        Shard::evict(&mut shard, &tables, (9, 0));
         let ids: Vec<u64> = shard.tables[0].iter().map(|(id, ..)| id).collect();
         let waiting: Vec<u64> = shard.waiting[0].iter().map(|(id, ..)| id).collect();
         assert_eq!((ids, waiting, shard.evicted[0]), (vec![5], vec![4], 10));
         assert_eq!((shard.touches(), shard.touches_without_row(0)), (touches, 12));
         // Copies come to the same, and snapshots stay as they are.
         assert_eq!(other.touches_without_row(0), 4);
-        Shard::evict(&mut other, &tables, 9);
+        Shard::evict(&mut other, &tables, (9, 0));
         assert_eq!(other.digest(), shard.digest());
         let mut shard = Arc::unwrap_or_clone(shard);
         assert_eq!(touch(&mut shard, &table, 2, 10), None, "it begins anew");

@@ -124,6 +124,16 @@ pub(crate) struct TuningOptions {
           value_parser = clap::value_parser!(u8).range(1..=3))]
     pub(crate) table_replicas: u8,
 
+    /// Number of commits by which the rows that a step reads are older than the last one, 0 to 16.
+    ///
+    /// 0: a step reads rows as of the step before. 1: as of one step earlier, so that between hosts
+    /// all rows are on their way while the step before is computed. The rows are exactly so old,
+    /// whatever happens to workers: the asynchronous SGD of parameter servers, with the same bits
+    /// each time. Other parameters are those of the step before.
+    #[arg(long, value_name = "COMMITS", default_value_t = 0,
+          value_parser = clap::value_parser!(u8).range(0..=16))]
+    pub(crate) table_lag: u8,
+
     /// Action if all copies of rows of the model's tables are lost with their workers.
     ///
     /// go-back: the group goes back to the newest checkpoint and trains the records since then
@@ -151,6 +161,11 @@ pub(crate) struct TuningOptions {
     /// were evicted after that step are not listed.
     #[arg(long, value_name = "STEP", requires = "export", value_parser = values::parse_steps)]
     pub(crate) export_changes_since: Option<u64>,
+
+    /// Look up the rows of a step when it begins, not while the one before is computed: for
+    /// comparisons.
+    #[arg(long, hide = true)]
+    pub(crate) no_table_look_ahead: bool,
 }
 
 /// Values of `--on-rows-lost`.

@@ -537,6 +537,7 @@ fn the_help_names_each_option_within_100_columns() {
         "--link-encryption",
         "--shard-optimizer",
         "--table-replicas",
+        "--table-lag",
         "--on-rows-lost",
         "--table-memory",
         "--export-changes-since",

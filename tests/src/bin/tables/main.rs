@@ -91,7 +91,8 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
 /// Memory per row of a worker that holds this many, in bytes.
 fn bytes_per_row(rows: u64) -> Result<f64, Box<dyn Error>> {
     let tables = [Table::new("rows", 16).optimized(RowOptimizer::adagrad(0.1))];
-    let settings = Settings { seed: 0, shards: elasticdl_tables::SHARDS, copies: 1, copy_bytes: 1 };
+    let settings =
+        Settings { seed: 0, shards: elasticdl_tables::SHARDS, copies: 1, lag: 0, copy_bytes: 1 };
     let mut owned = Owned::new(1, settings, tables.to_vec());
     owned.create(1, vec![Member { worker: 1, host: 1, leaves: false }]);
     for start in (0..rows).step_by(10_000) {

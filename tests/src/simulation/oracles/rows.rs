@@ -5,7 +5,8 @@
 //!   of a record and a row counts once, and copies are equal.
 //! * All ranks of a generation have one placement after each step. Each shard has a holder, and no
 //!   holder twice.
-//! * A rank is given rows as of its last commit.
+//! * A rank is given rows as of its last commit, or of exactly as many commits before as the lag
+//!   is.
 //! * The same of the chunks of an optimizer's state, each of which is what the parameters of the
 //!   chunk say that it is.
 //! * In a group that continues with older rows, the lost shards are those of the newest checkpoint,
@@ -137,18 +138,20 @@ impl World {
         }
     }
 
-    /// Checks the values of rows, by table and id, that `p` computes with.
+    /// Checks the values of rows, by table and id, that `p` reads. `read_of`: which rows it is to
+    /// read, given those of its state.
     pub(in crate::simulation) fn check_read(
         &mut self,
         p: usize,
         read: &[((usize, u64), Vec<f32>)],
+        read_of: for<'a> fn(&'a Rows, &Settings) -> &'a Rows,
     ) {
         let (Some(settings), Some(references)) = (self.setting.tables, self.references(p)) else {
             return;
         };
         let is_wrong = |reference: &Rc<Rows>| {
             let wrong = |(row, values): &&((usize, u64), Vec<f32>)| {
-                reference.values(&settings, *row) != *values
+                read_of(reference, &settings).values(&settings, *row) != *values
             };
             read.iter().find(wrong)
         };
@@ -156,7 +159,7 @@ impl World {
             return;
         }
         if let Some((row, values)) = is_wrong(&references[0]) {
-            let expected = references[0].values(&settings, *row);
+            let expected = read_of(&references[0], &settings).values(&settings, *row);
             let name = self.name(p);
             self.violate(format!("{name} reads row {row:?} as {values:?}, not {expected:?}"));
         }

@@ -100,6 +100,8 @@ counts! {
     unread,
     /// Commits of rows of tables on a rank.
     row_commits,
+    /// Those of steps whose rows were looked up while the step before was computed.
+    foreseen,
     /// Ranks that gave their state up, as all copies of rows are lost.
     rows_lost,
     /// Commits of chunks of an optimizer's state on a rank.

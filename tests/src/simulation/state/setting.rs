@@ -118,6 +118,7 @@ impl Setting {
             && SimRng::new(seed.rotate_left(28)).chance(1, 2)
         {
             setting.spec.on_rows_lost = OnRowsLost::Stale;
+            setting.tables.iter_mut().for_each(|tables| tables.lag = 0);
         }
         setting.draw_rare_worlds(&mut SimRng::new(seed.rotate_left(20)));
         setting
@@ -182,6 +183,7 @@ fn tables(rng: &mut SimRng, seed: u64) -> Option<Settings> {
         shards: rng.between(1, 8) as u32,
         copies: if rng.chance(1, 4) { 3 } else { 2 },
         copy_bytes: rng.between(1, 300),
+        lag: if rng.chance(1, 3) { rng.between(1, 3) as u32 } else { 0 },
     })
 }
 

@@ -25,7 +25,8 @@ pub(super) fn members(world_size: usize) -> Vec<Member> {
 
 /// Ranks without a group.
 pub(super) fn ranks(world_size: usize) -> Vec<Owned> {
-    let settings = Settings { seed: fingerprint().seed, shards: SHARDS, copies: 2, copy_bytes: 1 };
+    let settings =
+        Settings { seed: fingerprint().seed, shards: SHARDS, copies: 2, lag: 0, copy_bytes: 1 };
     let owned = |member: &Member| Owned::new(member.worker, settings, tables());
     members(world_size).iter().map(owned).collect()
 }

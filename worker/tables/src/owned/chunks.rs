@@ -148,7 +148,8 @@ impl Chunks {
     pub fn of_optimizer(me: u64, layout: ChunkLayout) -> Self {
         let bytes = layout.parameters as u64 * size_of::<f32>() as u64;
         let copy_bytes = COPY_BYTES_MIN.max(bytes / COPY_STEPS);
-        let settings = Settings { seed: 0, shards: layout.chunks(), copies: COPIES, copy_bytes };
+        let settings =
+            Settings { seed: 0, shards: layout.chunks(), copies: COPIES, lag: 0, copy_bytes };
         Self::of(me, settings, layout)
     }
 

@@ -46,7 +46,7 @@ impl Owned {
         for table in 0..self.content.len() {
             let mut of_ranks = vec![Vec::new(); group.members.len()];
             for &(shard, at) in ids.in_shards(table, self.settings.shards) {
-                of_ranks[group.owner(shard)].push(ids.of(table)[at]);
+                of_ranks[self.source(shard)].push(ids.of(table)[at]);
             }
             for (request, ids) in requests.iter_mut().zip(of_ranks) {
                 if !ids.is_empty() {
@@ -65,11 +65,24 @@ impl Owned {
     /// # Errors
     /// A request is invalid.
     pub fn replies(&self, requests: &[Vec<u8>]) -> Result<Vec<Vec<u8>>, InvalidRows> {
+        self.replies_as_of(0, requests)
+    }
+
+    /// As [`replies`](Self::replies), with the rows that the next step reads: those of `lag`
+    /// commits before the last one, or the initial ones.
+    ///
+    /// # Errors
+    /// A request is invalid.
+    pub fn replies_of_step(&self, requests: &[Vec<u8>]) -> Result<Vec<Vec<u8>>, InvalidRows> {
+        self.replies_as_of(self.settings.lag, requests)
+    }
+
+    fn replies_as_of(&self, age: u32, requests: &[Vec<u8>]) -> Result<Vec<Vec<u8>>, InvalidRows> {
         let group = self.group();
         let mut replies = Vec::with_capacity(requests.len());
         for (request, member) in requests.iter().zip(&group.members) {
             let mut reply = Vec::new();
-            self.answer(request, &mut reply)?;
+            self.answer(age, request, &mut reply)?;
             for copy in group.copies.iter().filter(|c| c.from == self.me && c.to == member.worker) {
                 put_u32(&mut reply, copy.shard as usize);
                 self.committed().shards[&copy.shard].encode(&mut reply);
@@ -79,7 +92,13 @@ impl Owned {
         Ok(replies)
     }
 
-    fn answer(&self, request: &[u8], reply: &mut Vec<u8>) -> Result<(), InvalidRows> {
+    /// Writes the rows that a request asks for as they were `age` commits ago.
+    pub(super) fn answer(
+        &self,
+        age: u32,
+        request: &[u8],
+        reply: &mut Vec<u8>,
+    ) -> Result<(), InvalidRows> {
         let mut request = Message(request);
         let mut initial = Vec::new();
         while !request.is_empty() {
@@ -89,8 +108,13 @@ impl Owned {
             reply.reserve(len * table.dim * size_of::<f32>());
             for wanted in wanted.chunks(AT_ONCE) {
                 for (&(rows, id), at) in wanted.iter().zip(Rows::positions(wanted)) {
-                    if let Some(at) = at {
-                        put(reply, &rows.numbers(at)[..table.dim]);
+                    let newest = at.map(|at| &rows.numbers(at)[..table.dim]);
+                    let values = match age {
+                        0 => newest,
+                        _ => self.older(age, (index, id)).unwrap_or(newest),
+                    };
+                    if let Some(values) = values {
+                        put(reply, values);
                         continue;
                     }
                     initial.resize(table.dim, 0.0);
@@ -100,6 +124,15 @@ impl Owned {
             }
         }
         Ok(())
+    }
+
+    /// What a row was `age` commits ago, if it has changed since: its values, `[dim]`, or nothing
+    /// if there was none.
+    fn older(&self, age: u32, row: (usize, u64)) -> Option<Option<&[f32]>> {
+        let Committed { step, shards, .. } = self.committed();
+        let shard = shards.get(&self.shard_of(row.0, row.1))?;
+        let values = shard.history.as_of(row, step.saturating_sub(age.into()) as u32)?;
+        Some((!values.is_empty()).then_some(values))
     }
 
     /// These ids, each with the rows of its shard.
@@ -125,17 +158,8 @@ impl Owned {
     /// # Errors
     /// An answer is invalid.
     pub fn receive(&mut self, ids: &Ids, replies: &[Vec<u8>]) -> Result<BatchRows, InvalidRows> {
-        let mut replies: Vec<Message<'_>> = replies.iter().map(|reply| Message(reply)).collect();
+        let (rows, mut replies) = self.rows_of(ids, replies)?;
         let group = self.group();
-        let mut values = Vec::with_capacity(self.content.len());
-        for (index, table) in self.content.iter().enumerate() {
-            let dim = table.dim;
-            let mut rows = vec![0.0; ids.of(index).len() * dim];
-            for &(shard, at) in ids.in_shards(index, self.settings.shards) {
-                replies[group.owner(shard)].fill(&mut rows[at * dim..(at + 1) * dim])?;
-            }
-            values.push(rows);
-        }
         let mut copied = BTreeMap::new();
         for copy in group.copies.iter().filter(|copy| copy.to == self.me) {
             let from = group.members.iter().position(|member| member.worker == copy.from);
@@ -150,7 +174,26 @@ impl Owned {
             return Err(InvalidRows(format!("{} bytes more than asked for", rest.0.len())));
         }
         self.group_mut().copied = copied;
-        Ok(BatchRows::new(values))
+        Ok(rows)
+    }
+
+    /// The rows of `ids` in the answers of all ranks, and what comes after them in each.
+    pub(super) fn rows_of<'a>(
+        &self,
+        ids: &Ids,
+        replies: &'a [Vec<u8>],
+    ) -> Result<(BatchRows, Vec<Message<'a>>), InvalidRows> {
+        let mut replies: Vec<Message<'_>> = replies.iter().map(|reply| Message(reply)).collect();
+        let mut values = Vec::with_capacity(self.content.len());
+        for (index, table) in self.content.iter().enumerate() {
+            let dim = table.dim;
+            let mut rows = vec![0.0; ids.of(index).len() * dim];
+            for &(shard, at) in ids.in_shards(index, self.settings.shards) {
+                replies[self.source(shard)].fill(&mut rows[at * dim..(at + 1) * dim])?;
+            }
+            values.push(rows);
+        }
+        Ok((BatchRows::new(values), replies))
     }
 
     /// What to give each rank: the gradients of the rows that it holds, or will hold.
@@ -243,7 +286,7 @@ impl Owned {
         let StepCommit { generation, divisor, is_applied } = commit;
         let Some((gradients, placement)) = self.take_staged(generation) else { return false };
         let Committed { step, shards, .. } = self.committed.as_mut().expect("gradients are staged");
-        let step = *step + 1;
+        let (step, lag) = (*step + 1, self.settings.lag);
         for (index, (table, gradients)) in self.content.iter().zip(gradients).enumerate() {
             let (scale, dim) = (1.0 / divisor, table.dim);
             let mut mean = vec![0.0; dim];
@@ -251,30 +294,39 @@ impl Owned {
             for of_shard in in_shards.chunk_by(|(shard, _), (other, _)| shard == other) {
                 let shard = shards.get_mut(&of_shard[0].0).expect("staged rows are held");
                 let shard = Arc::make_mut(shard);
+                // A step after this one reads rows as of `lag` commits before it.
+                let oldest = step.saturating_sub(lag.into()) as u32;
+                if !shard.history.is_empty() {
+                    shard.history.forget_before(oldest);
+                }
                 let wanted =
                     of_shard.iter().map(|&(_, at)| (&shard.tables[index], gradients.ids[at]));
                 let found = Rows::positions(&wanted.collect::<Vec<_>>());
                 for (&(_, at), found) in of_shard.iter().zip(found) {
                     let touched = (gradients.ids[at], gradients.touches[at], found);
+                    let older = (lag > 0).then(|| shard.values(table.dim, (index, found)));
                     let seed = self.settings.seed;
                     let row = shard.touch((index, table), touched, (step as u32, seed));
                     if let Some(row) = row.filter(|_| is_applied) {
                         let sum = &gradients.sums[at * dim..(at + 1) * dim];
                         mean.iter_mut().zip(sum).for_each(|(mean, sum)| *mean = sum * scale);
                         table.optimizer.apply(step, row, &mean);
+                        if let Some(older) = older {
+                            shard.history.note((index, touched.0), step as u32, &older);
+                        }
                     }
                 }
             }
         }
         let checked = (step % u64::from(self.settings.shards)) as u32;
         if let Some(shard) = shards.get_mut(&checked) {
-            Shard::evict(shard, &self.content, step as u32);
+            Shard::evict(shard, &self.content, (step as u32, lag));
         }
         self.advance(generation, placement);
         true
     }
 
-    fn table(&self, index: u32) -> Result<(usize, &Table), InvalidRows> {
+    pub(super) fn table(&self, index: u32) -> Result<(usize, &Table), InvalidRows> {
         let index = index as usize;
         let table = self.content.get(index);
         Ok((index, table.ok_or_else(|| InvalidRows(format!("there is no table {index}")))?))

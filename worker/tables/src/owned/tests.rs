@@ -1,14 +1,23 @@
 //! Small groups without faults. Groups with faults are in the simulation of whole jobs.
 
+use std::ops::Range;
+
 use super::recovery::{OwnedHeader, Recovery};
 use super::round::StepCommit;
 use super::saved::SavedShard;
 use super::*;
+use crate::changes::changed_shard;
 use crate::lookup::{BatchRows, Ids, RowGradients};
 use crate::optimizer::RowOptimizer;
+use crate::wire::InvalidRows;
 
 fn worker(id: u64) -> Owned {
-    let settings = Settings { seed: 1, shards: SHARDS_OF_TEST, copies: 2, copy_bytes: 1 };
+    lagging(id, 0)
+}
+
+/// A worker whose steps read rows of so many commits before the last one.
+fn lagging(id: u64, lag: u32) -> Owned {
+    let settings = Settings { seed: 1, shards: SHARDS_OF_TEST, copies: 2, lag, copy_bytes: 1 };
     let tables = [Table::new("user", 2).optimized(RowOptimizer::sgd(1.0))];
     Owned::new(id, settings, tables)
 }
@@ -24,15 +33,47 @@ fn group(workers: u64) -> Vec<Owned> {
     group
 }
 
-/// Each rank looks up all rows, adds these gradients, by rank, and stages those of all ranks.
-fn stage(group: &mut [Owned], add: impl Fn(usize, &mut RowGradients, &Ids, &BatchRows)) {
-    // What rank `to` receives of the messages that each rank has for all ranks.
-    let received = |sent: &[Vec<Vec<u8>>], to: usize| -> Vec<Vec<u8>> {
-        sent.iter().map(|messages| messages[to].clone()).collect()
-    };
+/// What rank `to` receives of the messages that each rank has for all ranks.
+fn received(sent: &[Vec<Vec<u8>>], to: usize) -> Vec<Vec<u8>> {
+    sent.iter().map(|messages| messages[to].clone()).collect()
+}
+
+/// The ids of these rows.
+fn ids(rows: Range<u64>) -> Ids {
     let mut ids = Ids::new(1);
     ids.begin_record();
-    (0..ROWS).for_each(|id| assert_eq!(ids.push(0, id), id as usize));
+    rows.for_each(|id| _ = ids.push(0, id));
+    ids
+}
+
+/// What each rank is given for its ids, the same for all, if the ranks answer like this.
+fn looked_up(
+    group: &mut [Owned],
+    ids: &Ids,
+    answer: impl Fn(&Owned, &[Vec<u8>]) -> Result<Vec<Vec<u8>>, InvalidRows>,
+) -> Vec<BatchRows> {
+    let requests: Vec<_> = group.iter().map(|worker| worker.requests(ids)).collect();
+    let answers = group.iter().enumerate();
+    let answers: Vec<_> =
+        answers.map(|(to, worker)| answer(worker, &received(&requests, to)).unwrap()).collect();
+    let rows = group.iter_mut().enumerate();
+    rows.map(|(rank, worker)| worker.receive(ids, &received(&answers, rank)).unwrap()).collect()
+}
+
+/// A step whose gradients are so large at each of these rows.
+fn step(group: &mut [Owned], generation: u64, rows: Range<u64>, gradient: f32) {
+    let touched = ids(rows);
+    stage(group, |rank, gradients, all, of_all| {
+        let mut rows = of_all.of_batch(all, &touched);
+        rows.of(0).1.fill(gradient * (rank as f32 + 1.0));
+        gradients.add_part(rank as u64, touched.clone(), rows);
+    });
+    commit(group, generation);
+}
+
+/// Each rank looks up all rows, adds these gradients, by rank, and stages those of all ranks.
+fn stage(group: &mut [Owned], add: impl Fn(usize, &mut RowGradients, &Ids, &BatchRows)) {
+    let ids = ids(0..ROWS);
     let requests: Vec<_> = group.iter().map(|worker| worker.requests(&ids)).collect();
     let replies = (0..group.len()).map(|to| group[to].replies(&received(&requests, to)).unwrap());
     let replies: Vec<_> = replies.collect();
@@ -56,14 +97,21 @@ fn commit(group: &mut [Owned], generation: u64) {
 
 /// The workers, of which all but a joiner hold rows of `step`, form another group.
 fn regroup(group: &mut [Owned], step: u64, generation: u64) {
+    let workers: Vec<u64> = (1..=group.len() as u64).collect();
+    regroup_of(group, step, generation, &workers);
+}
+
+/// As [`regroup`], of these workers.
+fn regroup_of(group: &mut [Owned], step: u64, generation: u64, workers: &[u64]) {
     let of = group[0].committed().generation;
     let joins = Some(OwnedHeader::of_joiner(step, of));
     let headers: Vec<_> =
         group.iter().map(|worker| worker.header().or_else(|| joins.clone())).collect();
     let recovery = Recovery::plan(step, of, &headers).unwrap();
-    let (placement, workers) = (group[0].placement().unwrap().clone(), group.len() as u64);
+    let placement = group[0].placement().unwrap().clone();
+    let member = |&worker| Member { worker, host: worker, leaves: false };
     for worker in group {
-        let group = (generation, members(workers));
+        let group = (generation, workers.iter().map(member).collect());
         worker.regroup((step, placement.clone()), &recovery, group).unwrap();
     }
 }
@@ -118,6 +166,91 @@ fn a_joiner_is_given_its_shards_one_after_the_other() {
     }
     let touches: u64 = group.iter().map(Owned::touches).sum();
     assert_eq!(touches, ROWS * (2 + 3 * steps));
+}
+
+#[test]
+fn rows_that_are_looked_up_early_and_their_changes_are_what_a_look_up_brings() {
+    let mut group = group(3);
+    assert!(!group[0].may_look_ahead(), "shards may have to move");
+    step(&mut group, 1, 0..ROWS / 2, 1.0);
+    assert!(group.iter().all(Owned::may_look_ahead));
+    let wanted = ids(ROWS / 4..ROWS);
+    let requests: Vec<_> = group.iter().map(|worker| worker.requests(&wanted)).collect();
+    let answered = group.iter().enumerate();
+    let answered: Vec<_> =
+        answered.map(|(to, rank)| rank.answer_early(received(&requests, to)).unwrap()).collect();
+    let rows: Vec<_> = answered.iter().map(|answered| answered.rows().to_vec()).collect();
+    let mut early: Vec<_> =
+        (0..3).map(|to| group[to].receive_early(&wanted, &received(&rows, to)).unwrap()).collect();
+    assert_eq!(early, looked_up(&mut group, &wanted, Owned::replies));
+    // Rows change that were there, and others come into being; most do neither.
+    step(&mut group, 1, ROWS / 2 - 4..ROWS / 2 + 4, 2.0);
+    assert_ne!(early, looked_up(&mut group, &wanted, Owned::replies));
+    let changes: Vec<_> = group
+        .iter()
+        .zip(&answered)
+        .map(|(rank, answered)| rank.changes(answered).unwrap())
+        .collect();
+    let bytes: usize = changes.iter().flatten().map(Vec::len).sum();
+    assert_eq!(bytes, 9 * 4 + 3 * 8 * (4 + 2 * 4), "three ranks have asked for eight rows each");
+    for (to, early) in early.iter_mut().enumerate() {
+        let mut torn = received(&changes, to);
+        group[to].receive_changes(&wanted, early, &torn).unwrap();
+        torn.iter_mut().for_each(|changes| changes.push(0));
+        assert!(group[to].receive_changes(&wanted, &mut early.clone(), &torn).is_err());
+        let other = ids(0..1);
+        let unasked = received(&changes, to);
+        assert!(group[to].receive_changes(&other, &mut early.clone(), &unasked).is_err());
+    }
+    assert_eq!(early, looked_up(&mut group, &wanted, Owned::replies));
+}
+
+#[test]
+fn a_step_reads_rows_exactly_as_many_commits_old_as_the_lag_is() {
+    const LAG: usize = 2;
+    let mut group: Vec<Owned> = (1..=2).map(|id| lagging(id, LAG as u32)).collect();
+    group.iter_mut().for_each(|worker| worker.create(1, members(2)));
+    let all = ids(0..ROWS);
+    // Rows as of each step.
+    let mut as_of = vec![looked_up(&mut group, &all, Owned::replies).remove(0)];
+    let mut generation = 1;
+    for number in 0..30_u64 {
+        let read = looked_up(&mut group, &all, Owned::replies_of_step);
+        let expected = &as_of[as_of.len().saturating_sub(LAG + 1)];
+        assert!(read.iter().all(|rows| rows == expected), "step {number}");
+        let asked: Vec<_> = group.iter().map(|rank| rank.requests(&all).swap_remove(0)).collect();
+        let may_look_ahead = group[0].may_look_ahead();
+        let early = may_look_ahead.then(|| group[0].answer_early(asked.clone()).unwrap());
+        step(&mut group, generation, number % 5..ROWS / 2 + number % 7, 0.5);
+        as_of.push(looked_up(&mut group, &all, Owned::replies).remove(0));
+        // What was answered before the commit is what the next step reads.
+        if let Some(early) = early {
+            assert_eq!(early.rows(), group[0].replies_of_step(&asked).unwrap(), "step {number}");
+        }
+        match number {
+            // A joiner is given the shards with what they were.
+            6 => group.push(lagging(3, LAG as u32)),
+            // A holder is lost.
+            22 => drop(group.remove(0)),
+            _ => continue,
+        }
+        generation += 1;
+        let workers: Vec<_> = group.iter().map(|worker| worker.me).collect();
+        regroup_of(&mut group, number + 1, generation, &workers);
+    }
+    // So does a worker that begins from a checkpoint, of whole shards or of changes.
+    let mut kept = 0;
+    for saved in group[0].save().owned {
+        let whole = saved.clone().encode();
+        let changes = saved.clone().encode_changes(30);
+        let changed = changed_shard(&group[0].content, &whole, &changes).unwrap();
+        for bytes in [whole, changed] {
+            let read = group[0].decode(saved.number, &bytes).unwrap();
+            assert_eq!(read.shard.history, saved.shard.history);
+            kept += usize::from(!read.shard.history.is_empty());
+        }
+    }
+    assert!(kept > 4);
 }
 
 #[test]

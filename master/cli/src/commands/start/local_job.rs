@@ -294,6 +294,8 @@ mod tests {
             shard_optimizer: false,
             table_memory: None,
             export_changes_since: None,
+            no_table_look_ahead: false,
+            table_lag: 0,
             restart_without_checkpoint: false,
             grace_period: Duration::from_secs(30),
             policies: Policies {

@@ -86,6 +86,8 @@ impl StartRequest {
                     shard_optimizer: tuning.shard_optimizer,
                     table_memory: tuning.table_memory,
                     export_changes_since: tuning.export_changes_since,
+                    no_table_look_ahead: tuning.no_table_look_ahead,
+                    table_lag: tuning.table_lag,
                     on_nonfinite: options.resilience.on_nonfinite,
                     allow_mixed_builds: options.resilience.allow_mixed_builds,
                     restart_without_checkpoint: options.resilience.restart_without_checkpoint,
