@@ -62,6 +62,12 @@ impl Network {
         geteuid().is_root()
     }
 
+    /// Prefix of the names of its namespaces.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     /// The prefix of a command that runs on a host.
     #[must_use]
     pub fn on(&self, host: u8) -> Vec<String> {

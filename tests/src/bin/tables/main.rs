@@ -10,12 +10,14 @@
 //! | `second_copy_cost` | records/s with one copy of each row, over those with two, less 1 | `speed` |
 //! | `vs_plain`, `vs_ddp` | records/s over PyTorch's, with one process and with several | `speed` |
 //! | `bytes_per_row` | memory of a row of 16 numbers with row-wise Adagrad, one copy | here |
+//! | `lookahead_ratio` | records/s with look-ahead, over those without, on hosts with slow links | `links` |
 //! | `auc_ratio` | AUC of the example `ctr` over the best possible one | `auc` |
 //!
 //! PyTorch is taken from `ELASTICDL_PYTHON_ENV`, or where `.ci/python` installs it; without it, its
 //! keys are null. `--only` measures a part. The program builds the programs that it measures.
 
 mod auc;
+mod links;
 mod pauses;
 mod schedules;
 mod speed;
@@ -34,7 +36,7 @@ use serde_json::json;
 #[derive(Debug, Parser)]
 struct Arguments {
     /// Parts to measure
-    #[arg(long, value_delimiter = ',', default_value = "memory,speed,pauses,schedules,auc")]
+    #[arg(long, value_delimiter = ',', default_value = "memory,speed,links,pauses,schedules,auc")]
     only: Vec<String>,
     /// Jobs under random faults
     #[arg(long, default_value_t = 200)]
@@ -79,6 +81,7 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
     measure_parts(&arguments.only, arguments.json.as_deref(), |part| {
         Ok(Some(match part {
             "auc" => auc::measure(arguments)?,
+            "links" => links::measure(arguments)?,
             "memory" => json!({ "bytes_per_row": bytes_per_row(1_000_000)? }),
             "pauses" => pauses::measure(arguments)?,
             "schedules" => schedules::measure(arguments)?,

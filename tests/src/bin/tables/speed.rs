@@ -2,6 +2,7 @@
 //! model in PyTorch.
 
 use std::error::Error;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -18,7 +19,7 @@ pub(crate) fn measure(arguments: &Arguments) -> Result<Value, Box<dyn Error>> {
     // The cells of a round follow each other directly, so that other load affects all of them.
     for round in 1..=arguments.rounds {
         for (speed, (workers, replicas)) in speeds.iter_mut().zip(CELLS) {
-            speed.push(train(arguments, &programs, workers, replicas)?);
+            speed.push(train(arguments, &programs, (workers, replicas), &[], None)?);
         }
         for (peer, processes) in peers.iter_mut().zip(PROCESSES) {
             peer.extend(
@@ -52,15 +53,31 @@ pub(crate) fn measure(arguments: &Arguments) -> Result<Value, Box<dyn Error>> {
     }))
 }
 
-/// Records per second of a job.
-fn train(
+/// Records per second of a job with so many workers and copies of each row, with these options:
+/// `NAME` or `NAME=VALUE`. `on_hosts`: what starts the command, the address that it listens at, and
+/// the script that starts the workers.
+pub(crate) fn train(
     arguments: &Arguments,
     [elasticdl, ctr]: &[PathBuf; 2],
-    workers: u64,
-    replicas: u64,
+    (workers, replicas): (u64, u64),
+    options: &[&str],
+    on_hosts: Option<&(Vec<String>, String, String)>,
 ) -> Result<f64, Box<dyn Error>> {
     let folder = tempfile::tempdir()?;
-    let job = elasticdl_tests::Command::new(elasticdl, folder.path().join("job"), [ctr.clone()]);
+    let mut program: Vec<OsString> = vec![ctr.into()];
+    if let Some((.., script)) = on_hosts {
+        program.splice(..0, ["/bin/sh", "-c", script, "sh"].map(Into::into));
+    }
+    let mut job = elasticdl_tests::Command::new(elasticdl, folder.path().join("job"), program);
+    if let Some((starter, address, _)) = on_hosts {
+        job = job.started_by(starter).option("listen", address.clone());
+    }
+    for option in options {
+        job = match option.split_once('=') {
+            Some((name, value)) => job.option(name, value),
+            None => job.flag(option),
+        };
+    }
     let ended = job
         .flag("quiet")
         .option("checkpoint-dir", "none")
