@@ -92,6 +92,8 @@ pub enum WorkerMessage {
         ranges: Vec<RecordRange>,
         /// Every other worker would fail in the same way, as far as this one can tell.
         fatal: bool,
+        /// The worker has exported the model of its last step beside the job's export.
+        exported: bool,
     },
     /// The group has evaluated its model (from its lowest rank).
     Evaluated(Evaluated),

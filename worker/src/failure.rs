@@ -18,6 +18,8 @@ pub(crate) struct Failure {
     /// Whether any other worker would fail in the same way, as far as this one can tell: it ends
     /// the job only at its start, or when a worker on another host confirms it.
     pub(crate) fatal: bool,
+    /// Whether it has exported the model beside the job's export.
+    pub(crate) exported: bool,
     /// Set if this worker gives up its state because replicas differ.
     pub(crate) verdict: Option<Verdict>,
 }
@@ -34,7 +36,7 @@ impl Failure {
 
     /// A failure of this worker while it processed these records.
     pub(crate) fn on_records(error: String, ranges: Vec<RecordRange>) -> Self {
-        Self { error, ranges, fatal: false, verdict: None }
+        Self { error, ranges, fatal: false, exported: false, verdict: None }
     }
 
     /// Replicas differ, and this worker gives up its state.
@@ -44,10 +46,10 @@ impl Failure {
 
     /// The report to the master.
     pub(crate) fn to_message(&self) -> WorkerMessage {
-        let Self { error, ranges, fatal, verdict } = self.clone();
+        let Self { error, ranges, fatal, exported, verdict } = self.clone();
         match verdict {
             Some(Verdict { has_majority, .. }) => WorkerMessage::Diverged { error, has_majority },
-            None => WorkerMessage::Failed { error, ranges, fatal },
+            None => WorkerMessage::Failed { error, ranges, fatal, exported },
         }
     }
 }

@@ -153,7 +153,8 @@ impl Job {
             WorkerMessage::ShardDone { range, metrics } => {
                 self.on_shard_done(now, worker, range, metrics);
             }
-            WorkerMessage::Failed { error, ranges, fatal } => {
+            WorkerMessage::Failed { error, ranges, fatal, exported } => {
+                self.reporting.note_export_of_failed(exported);
                 self.on_failed(now, worker, &error, &ranges, fatal);
             }
             WorkerMessage::Finished(report) => self.on_finished(now, worker, report),

@@ -308,7 +308,7 @@ async fn a_message_over_the_limit_ends_its_stream() {
     let mut fixture = ServerFixture::start().await;
     let (stream, connection, _outbox) = fixture.admitted().await;
     let error = "x".repeat(MESSAGE_BYTES_MAX + 1);
-    let failed = WorkerMessage::Failed { error, ranges: Vec::new(), fatal: false };
+    let failed = WorkerMessage::Failed { error, ranges: Vec::new(), fatal: false, exported: false };
     stream.outgoing.send(JoinRequest::Message(failed)).await.unwrap();
     let closed = fixture.events.recv().await;
     assert!(

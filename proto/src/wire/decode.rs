@@ -117,6 +117,7 @@ fn worker_message(kind: worker_message::Kind) -> Checked<WorkerMessage> {
             error: clip(failed.error, ERROR_BYTES_MAX),
             ranges: ranges("failed.ranges", failed.ranges)?,
             fatal: failed.fatal,
+            exported: failed.exported,
         },
         Kind::Finished(report) => WorkerMessage::Finished(finished(report)?),
         Kind::Formed(formed) => WorkerMessage::Formed {

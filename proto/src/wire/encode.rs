@@ -74,8 +74,8 @@ fn worker_message(message: WorkerMessage) -> worker_message::Kind {
             Kind::Diverged(v1::Diverged { error, has_majority })
         }
         WorkerMessage::Evaluated(report) => Kind::Evaluated(evaluated(report)),
-        WorkerMessage::Failed { error, ranges: found, fatal } => {
-            Kind::Failed(v1::Failed { error, ranges: ranges(&found), fatal })
+        WorkerMessage::Failed { error, ranges: found, fatal, exported } => {
+            Kind::Failed(v1::Failed { error, ranges: ranges(&found), fatal, exported })
         }
         WorkerMessage::Finished(report) => Kind::Finished(finished(report)),
         WorkerMessage::Formed { generation, step, ledger: report } => {

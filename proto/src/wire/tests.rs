@@ -208,7 +208,12 @@ fn every_message_of_a_worker_keeps_every_field() {
             metrics: [("loss".into(), Some(0.5)), ("nan".into(), None)].into(),
         }),
         WorkerMessage::Diverged { error: "replicas differ".into(), has_majority: true },
-        WorkerMessage::Failed { error: "bad".into(), ranges: ranges.clone(), fatal: true },
+        WorkerMessage::Failed {
+            error: "bad".into(),
+            ranges: ranges.clone(),
+            fatal: true,
+            exported: true,
+        },
         WorkerMessage::Finished(Finished {
             generation,
             step: 9,
@@ -527,7 +532,7 @@ fn a_hello_or_welcome_out_of_bounds_is_refused_by_name() {
 #[test]
 fn a_long_text_is_truncated_at_a_character_boundary() {
     let error = "ä".repeat(ERROR_BYTES_MAX);
-    let failed = convert(Kind::Failed(v1::Failed { error, ranges: Vec::new(), fatal: false }));
+    let failed = convert(Kind::Failed(v1::Failed { error, ..Default::default() }));
     let Ok(WorkerMessage::Failed { error, .. }) = failed else { panic!("{failed:?}") };
     assert_eq!(error, format!("{}…", "ä".repeat(ERROR_BYTES_MAX / 2)));
 }

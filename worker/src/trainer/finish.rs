@@ -93,8 +93,9 @@ impl<M: Model> Trainer<'_, M> {
                 observe(&mut self.model, Progress::Finished { error: Some(error) });
             }
             Some(Ending::ProgramFailed) => {
-                let failed = self.session.program_failure();
-                return failed.map_or(Ok(()), |of_program| Err(Failure::from(of_program).into()));
+                let Some(of_program) = self.session.program_failure() else { return Ok(()) };
+                let failure = Failure { exported: last.is_exported, ..of_program.into() };
+                return Err(failure.into());
             }
             Some(Ending::Suspended) | None => {}
         }

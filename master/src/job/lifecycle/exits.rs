@@ -3,7 +3,7 @@
 
 use elasticdl_proto::{RecordRange, WorkerId};
 
-use super::failed_slots::FailedSlots;
+use super::failed_slots::{FailedSlots, Place};
 use super::removal::ZOMBIE_GRACE;
 use super::restart::{EXIT_MASTER_LOST, TooMany, describe, is_kill, is_own_fault};
 use super::state::Phase;
@@ -129,7 +129,7 @@ impl Job {
     fn account_for_own_fault(
         &mut self,
         now: Time,
-        place: Option<(u32, String)>,
+        place: Option<Place>,
         what: &str,
         never_joined: bool,
         exit: &Exit,
@@ -151,7 +151,7 @@ impl Job {
         }
         // A program that ends in peace without joining does so every time, and so does one that
         // refuses its arguments. A second worker confirms that it is not trouble of one slot.
-        let node = place.as_ref().map_or("", |(_, node)| node);
+        let node = place.as_ref().map_or("", |place| &place.node);
         let why = match exit {
             Exit::Code(0) => Some(MUST_JOIN),
             // Another node may have the script that this one lacks.
@@ -159,7 +159,7 @@ impl Job {
             _ => None,
         };
         let why = why.filter(|_| self.data.files().is_none() && self.lifecycle.is_running());
-        let slot = place.as_ref().map(|&(slot, _)| slot);
+        let slot = place.as_ref().map(|place| place.slot);
         if let Some(why) = why.filter(|_| self.speaks_for_all(slot, exit)) {
             let error = format!("{what} and never joined the job: {why}");
             self.reporting.note_failure(&error);
@@ -328,8 +328,8 @@ impl Job {
         self.reconcile(now);
     }
 
-    /// The slot and the node of a launch.
-    pub(crate) fn place_of(&self, launch: LaunchId) -> Option<(u32, String)> {
+    /// The place of a launch.
+    pub(crate) fn place_of(&self, launch: LaunchId) -> Option<Place> {
         self.workers.get_launch(launch).map(FailedSlots::place)
     }
 
@@ -338,7 +338,7 @@ impl Job {
     pub(crate) fn count_failure(
         &mut self,
         now: Time,
-        place: Option<(u32, String)>,
+        place: Option<Place>,
         what: &str,
         ranges: &[RecordRange],
     ) {
@@ -369,8 +369,8 @@ impl Job {
             }
             Err(TooMany::Failures(_)) if max > 0 && self.can_train_without_failed() => {
                 self.log_event(format!(
-                    "{what} (failure {since_progress} without progress, all in one slot or on one \
-                     node; the other workers can train without it)"
+                    "{what} (failure {since_progress} without progress, all in one slot, on one node, or \
+                     of workers that never joined; the others can train)"
                 ));
                 let start = self.lifecycle.restarts.wait_long(now);
                 return self.out.set_timer(start, Timer::Relaunch);

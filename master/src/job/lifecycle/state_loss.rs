@@ -152,12 +152,16 @@ impl Job {
     pub(super) fn give_up(&mut self, now: Time, error: String) {
         let newest = self.reporting.newest_checkpoint().map(|kept| kept.step);
         let holders: Vec<WorkerId> = self.workers.select(Worker::is_holder);
+        let is_failing = self.lifecycle.failing.is_some();
+        if is_failing && !holders.is_empty() {
+            return;
+        }
         let step = self.data.step();
         let is_stored = self.spec.checkpoints.is_none() || newest.is_some_and(|at| at >= step);
         let exports = matches!(self.spec.work, Work::Train { export: Some(_) });
         let has_more =
             self.spec.work.trains() && step > 0 && !holders.is_empty() && (!is_stored || exports);
-        if !has_more || self.lifecycle.failing.is_some() {
+        if !has_more || is_failing {
             return self.end(now, Outcome::Failed, Some(error));
         }
         self.log_event("the job fails as soon as its newest state is stored".into());

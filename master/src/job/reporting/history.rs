@@ -65,6 +65,8 @@ pub(crate) struct JobHistory {
     pub(super) wants_checkpoint: bool,
     /// The group's final report.
     final_report: Option<Finished>,
+    /// Whether a worker whose program failed has exported the model of its last step.
+    exported_by_failed: bool,
     /// Touches of the state that a group gives up because rows are lost.
     pub(super) lost_touches: Option<u64>,
 }
@@ -405,6 +407,16 @@ impl JobHistory {
     pub(crate) fn finish(&mut self, report: Finished) {
         self.totals.steps_skipped = report.steps_skipped;
         self.final_report = Some(report);
+    }
+
+    /// A worker has failed and, before, may have `exported` the model of its last step.
+    pub(crate) fn note_export_of_failed(&mut self, exported: bool) {
+        self.exported_by_failed |= exported;
+    }
+
+    /// Whether a worker that failed has exported the model of its last step.
+    pub(crate) fn is_exported_by_failed(&self) -> bool {
+        self.exported_by_failed
     }
 
     /// The group's final report.

@@ -370,9 +370,12 @@ impl Job {
     /// The lowest rank exports before it sends its final report.
     fn exported(&self) -> Option<String> {
         let Work::Train { export: Some(export) } = &self.spec.work else { return None };
-        let report = self.reporting.final_report().filter(|report| report.exported)?;
-        let has_failed = report.failure.is_some();
-        Some(if has_failed { failed_export(export) } else { export.clone() })
+        match self.reporting.final_report() {
+            Some(report) if report.exported && report.failure.is_none() => Some(export.clone()),
+            Some(report) if report.exported => Some(failed_export(export)),
+            Some(_) => None,
+            None => self.reporting.is_exported_by_failed().then(|| failed_export(export)),
+        }
     }
 
     /// The summary text of the lowest rank's model.

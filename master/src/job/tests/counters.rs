@@ -88,7 +88,12 @@ fn exits_are_counted_by_reason() {
     deliver(
         &mut job,
         3,
-        WorkerMessage::Failed { error: "no".into(), ranges: Vec::new(), fatal: false },
+        WorkerMessage::Failed {
+            error: "no".into(),
+            ranges: Vec::new(),
+            fatal: false,
+            exported: false,
+        },
     );
     end(&mut job, 3, Exit::Code(1));
     let expected = [(End::Crashed, 1), (End::Failed, 1), (End::Killed, 1)];

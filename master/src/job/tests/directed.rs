@@ -434,7 +434,7 @@ fn one_failure_too_many_fails_the_job_with_the_users_error() {
     deliver(
         &mut job,
         2,
-        WorkerMessage::Failed { error: "bad record".into(), ranges, fatal: false },
+        WorkerMessage::Failed { error: "bad record".into(), ranges, fatal: false, exported: false },
     );
     let summary = job.summary(at(1));
     assert!(summary.error.unwrap().contains("bad record"));
@@ -459,7 +459,11 @@ fn a_fatal_failure_at_the_start_ends_the_job_at_once() {
     (2..=3).for_each(|i| connect(&mut job, i));
     actions(&mut job);
     let error = "x".repeat(10_000);
-    deliver(&mut job, 2, WorkerMessage::Failed { error, ranges: Vec::new(), fatal: true });
+    deliver(
+        &mut job,
+        2,
+        WorkerMessage::Failed { error, ranges: Vec::new(), fatal: true, exported: false },
+    );
     let sent = actions(&mut job);
     assert_eq!(
         sent.iter()
@@ -584,7 +588,8 @@ fn a_job_that_is_stopped_at_once_has_ended_whatever_state_it_was_in() {
     }
     // A job that waits for the exits of its workers keeps its outcome.
     let mut job = started(spec(), &[21]);
-    let fatal = WorkerMessage::Failed { error: "e".into(), ranges: vec![], fatal: true };
+    let fatal =
+        WorkerMessage::Failed { error: "e".into(), ranges: vec![], fatal: true, exported: false };
     [1, 2].into_iter().for_each(|worker| deliver(&mut job, worker, fatal.clone()));
     actions(&mut job);
     job.handle(at(200), Event::StopNow);

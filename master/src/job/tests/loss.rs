@@ -233,6 +233,11 @@ fn a_group_that_reports_a_failure_fails_the_job_with_its_error_and_records() {
     assert_eq!(failed, [(WorkerId(2), 4, 6)]);
 }
 
+fn of_bad_record(exported: bool) -> WorkerMessage {
+    let error = "bad record".to_owned();
+    WorkerMessage::Failed { error, ranges: Vec::new(), fatal: false, exported }
+}
+
 #[test]
 fn a_job_gives_up_when_the_workers_that_remain_have_stored_its_newest_state() {
     let given_up = |checkpoints, export: Option<&str>| {
@@ -246,14 +251,14 @@ fn a_job_gives_up_when_the_workers_that_remain_have_stored_its_newest_state() {
         let mut job = started(spec, &[20]);
         trains_late(&mut job);
         actions(&mut job);
-        let error = "bad record".to_owned();
-        deliver(&mut job, 1, WorkerMessage::Failed { error, ranges: Vec::new(), fatal: false });
+        deliver(&mut job, 1, of_bad_record(false));
         job
     };
     assert!(ends(&mut given_up(false, None)).unwrap().contains("bad record"));
     for (checkpoints, export) in [(true, None), (false, Some("/m")), (true, Some("/m"))] {
         let mut job = given_up(checkpoints, export);
         assert_eq!(messages_to(&mut job, &MasterMessage::GiveUp), [2]);
+        job.count_failure(at(0), None, "worker 7 failed", &[]);
         deliver(&mut job, 2, formed(2, 3, &[(0, 12)]));
         assert_eq!(ends(&mut job), None);
         let WorkerMessage::Finished(mut word) = finished(2, 3, 9) else { unreachable!() };
@@ -265,6 +270,11 @@ fn a_job_gives_up_when_the_workers_that_remain_have_stored_its_newest_state() {
         assert!(error.contains("bad record; giving up after 1 failure"), "{error}");
         assert_eq!(job.summary(at(0)).export.is_some(), export.is_some());
     }
+    // The last of them fails as well, when it has exported the model.
+    let mut job = given_up(true, Some("/m"));
+    deliver(&mut job, 2, of_bad_record(true));
+    assert!(ends(&mut job).is_some());
+    assert_eq!(job.summary(at(0)).export.as_deref(), Some("/m.failed"));
     // Nor does it wait for ever.
     let mut job = given_up(true, None);
     job.handle_timeout(at(3_700_000));

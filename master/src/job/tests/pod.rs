@@ -109,7 +109,12 @@ fn a_failure_reported_by_a_worker_is_not_counted_again_at_its_pods_end() {
     deliver(
         &mut job,
         2,
-        WorkerMessage::Failed { error: "no".into(), ranges: Vec::new(), fatal: false },
+        WorkerMessage::Failed {
+            error: "no".into(),
+            ranges: Vec::new(),
+            fatal: false,
+            exported: false,
+        },
     );
     ended(&mut job, 3, 1, Exit::Code(1));
     assert_eq!(job.lifecycle.failures(), 1);

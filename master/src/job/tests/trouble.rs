@@ -10,7 +10,7 @@ use super::directed::{actions, at, committed, connect, deliver, formed, launch_a
 use crate::job::testing::{dataset, spec};
 
 fn fatal(error: &str) -> WorkerMessage {
-    WorkerMessage::Failed { error: error.into(), ranges: Vec::new(), fatal: true }
+    WorkerMessage::Failed { error: error.into(), ranges: Vec::new(), fatal: true, exported: false }
 }
 
 fn locate(job: &mut Job, launch: u64, node: &str) {
@@ -229,6 +229,19 @@ fn failures_on_one_node_are_local() {
         }
         assert_eq!(error(&job).is_some(), ends, "{other}: {:?}", error(&job));
     }
+}
+
+#[test]
+fn workers_that_never_join_end_no_job_whose_group_trains() {
+    let mut job = started(JobSpec { min_workers: 1, ..spec() }, &[20]);
+    [2, 3].into_iter().for_each(|launch| ended(&mut job, launch, Exit::Signal(9)));
+    for launch in 4..12 {
+        ended(&mut job, launch, Exit::Code(1));
+        job.handle_timeout(at(300_000));
+        assert_eq!(error(&job), None, "{launch}");
+    }
+    ended(&mut job, 1, Exit::Code(1));
+    assert!(error(&job).is_some());
 }
 
 #[test]

@@ -150,6 +150,7 @@ impl World {
                     error: "user's error".into(),
                     ranges,
                     fatal: false,
+                    exported: false,
                 });
                 p.die(Exit::Code(1));
             }
