@@ -83,7 +83,6 @@ mod tests {
             "max-steps",
             "micro-batch",
             "min-workers",
-            "no-table-look-ahead",
             "num-epochs",
             "on-nonfinite",
             "on-rows-lost",
