@@ -137,7 +137,7 @@ impl Job {
                 self.on_best_export(step, kept, error);
             }
             WorkerMessage::Checkpoint(news) => {
-                self.on_checkpoint_news(worker, news);
+                self.on_checkpoint_news(now, worker, news);
                 self.restart_stop_wait(now);
             }
             WorkerMessage::Committed(report) => self.on_committed(now, worker, &report),

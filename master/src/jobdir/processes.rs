@@ -34,17 +34,20 @@ pub fn is_running(root: &Path) -> bool {
     lock.is_ok_and(|lock| matches!(lock.try_lock_shared(), Err(fs::TryLockError::WouldBlock)))
 }
 
-/// Signals the job in `root` to end gracefully: its master, or its workers if the master has died.
+/// Signals the job in `root` to end: its master, or its workers if the master has died. The first
+/// time it ends gracefully, and `again`, 2 s later or more, at once.
 ///
 /// # Errors
 /// [`StopError`].
-pub fn stop(root: &Path) -> Result<StopTarget, StopError> {
+pub fn stop(root: &Path, again: bool) -> Result<StopTarget, StopError> {
+    // What stops services repeats SIGTERM, so a master takes only a second Ctrl-C for impatience.
+    let signal = if again { Signal::INT } else { Signal::TERM };
     let failed = |pid| move |source| StopError::Signal { pid, source };
     if is_running(root) {
         let (endpoint, _) = look_up(root)?;
         let changing = || StopError::Changing { path: root.into() };
         let process = ProcessIdentity { pid: endpoint.pid, start_ticks: endpoint.started };
-        let is_signalled = process.signal(Signal::TERM).map_err(failed(process.pid))?;
+        let is_signalled = process.signal(signal).map_err(failed(process.pid))?;
         return if is_signalled { Ok(StopTarget::Master) } else { Err(changing()) };
     }
     if !is_job_dir(root) {
@@ -157,14 +160,17 @@ mod tests {
         drop(JobDir::create(&root).unwrap());
         write_master(&root, pid, at);
         // No master holds the lock, so the file is stale.
-        assert!(matches!(stop(&root), Err(StopError::Lookup(LookupError::NotRunning { .. }))));
+        assert!(matches!(
+            stop(&root, false),
+            Err(StopError::Lookup(LookupError::NotRunning { .. }))
+        ));
         let next = JobDir::create(&root).unwrap();
         // Another master runs and has not published its address yet; the file is its predecessor's.
         write_master(&root, pid, at - 1);
-        assert!(matches!(stop(&root), Err(StopError::Changing { .. })));
+        assert!(matches!(stop(&root, false), Err(StopError::Changing { .. })));
         assert_eq!(ProcessIdentity::look_up(pid), Some(ProcessIdentity { pid, start_ticks: at }));
         write_master(&root, pid, at);
-        assert_eq!(stop(&root).unwrap(), StopTarget::Master);
+        assert_eq!(stop(&root, false).unwrap(), StopTarget::Master);
         assert_eq!(unrelated.ended_by(), Some(15));
         drop(next);
     }
@@ -193,7 +199,7 @@ mod tests {
             super::super::delete(&root).is_err_and(|error| error.to_string().contains("1 worker"))
         );
         assert!(root.join("token").is_file());
-        assert_eq!(stop(&root).unwrap(), StopTarget::Workers(1));
+        assert_eq!(stop(&root, false).unwrap(), StopTarget::Workers(1));
         assert_eq!(worker.ended_by(), Some(15));
         assert!(
             unrelated.0.try_wait().unwrap().is_none(),

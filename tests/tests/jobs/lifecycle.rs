@@ -65,6 +65,20 @@ fn a_job_that_is_suspended_outlives_its_master_and_can_be_stopped() {
 }
 
 #[test]
+fn a_forced_stop_waits_for_no_step() {
+    // A step takes 200 s.
+    let fixture = JobFixture { micros_per_record: 20_000_000, ..fixture() };
+    let mut job = fixture.command(0).start();
+    job.wait_for("a step that is computed", |status| {
+        status.workers.iter().any(|worker| worker.state == "training")
+    });
+    job.command(&["stop", "--force"]);
+    let ended = job.wait();
+    ended.assert_outcome(143, "stopped");
+    assert_eq!(ended.summary().steps, 0);
+}
+
+#[test]
 fn a_job_stops_at_its_deadline_with_its_newest_state() {
     let fixture = JobFixture { micros_per_record: 20_000, ..fixture() };
     let ended = fixture.command(0).option("deadline", "4s").run();

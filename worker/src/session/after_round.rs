@@ -64,7 +64,8 @@ impl Session {
     /// Whether ranks stay that have not taken over the shards of those that leave or, at the end,
     /// where no step brings them, the copies that are missing since a rank was lost.
     fn is_to_be_handed_over(&self, leaves: &[bool]) -> bool {
-        let moves = leaves.contains(&true) || self.at_end();
+        let has_shards = self.job.has_tables || self.job.shards_optimizer;
+        let moves = leaves.contains(&true) || (has_shards && self.at_end());
         moves && leaves.contains(&false) && self.step.handed_over != leaves
     }
 
@@ -92,6 +93,9 @@ impl Session {
             self.reports.flush();
             self.phase = Phase::Evaluating { group, headers: headers.to_vec(), committed };
             return;
+        }
+        if self.is_suspended_in_vain(headers) {
+            self.requests.suspend = false;
         }
         let seen = headers.iter().map(|h| h.newest_generation).min().unwrap_or(0);
         let ending = self.ending(&group, headers);
@@ -263,7 +267,7 @@ impl Session {
     }
 }
 
-fn checkpoint_headers(headers: &[StepHeader]) -> Vec<&CheckpointHeader> {
+pub(super) fn checkpoint_headers(headers: &[StepHeader]) -> Vec<&CheckpointHeader> {
     headers.iter().map(|header| &header.checkpoint).collect()
 }
 

@@ -3,9 +3,11 @@
 
 use elasticdl_proto::{Failure, Finished, LedgerReport, RecordRange, RowTouches, WorkerMessage};
 
+use super::after_round::checkpoint_headers;
 use super::outcome::is_withheld;
 use super::phase::{Group, Phase};
 use super::{FinalState, Session};
+use crate::session::checkpoint::{FinalCheckpoint, final_checkpoint};
 use crate::session::halt::{Ending, Halt, Reason, explain};
 use crate::session::header::StepHeader;
 
@@ -129,13 +131,26 @@ impl Session {
         }
         if self.at_end() || headers.iter().any(|h| h.stop) {
             Some(Ending::Done)
-        } else if headers.iter().any(|h| h.suspend) {
+        } else if headers.iter().any(|h| h.suspend) && !self.is_suspended_in_vain(headers) {
             Some(Ending::Suspended)
         } else if halts.iter().all(Option::is_some) {
             Some(Ending::ProgramFailed)
         } else {
             None
         }
+    }
+
+    /// Whether the checkpoint of this step could not be written, without which a suspended group
+    /// would lose its state: it goes on, unless all of its members leave.
+    pub(super) fn is_suspended_in_vain(&self, headers: &[StepHeader]) -> bool {
+        let (step, of_checkpoint) = (self.step(), checkpoint_headers(headers));
+        let is_written = of_checkpoint.iter().any(|header| header.complete >= Some(step));
+        self.checkpoints.are_enabled()
+            && step > 0
+            && !is_written
+            && final_checkpoint(&of_checkpoint, step) == FinalCheckpoint::Nothing
+            && headers.iter().any(|header| header.suspend)
+            && !headers.iter().all(|header| header.leaves)
     }
 }
 
@@ -215,7 +230,7 @@ mod tests {
     }
 
     /// The pair ends after its first step, once that is in a checkpoint.
-    fn write_last_checkpoint(pair: &mut Pair) {
+    fn write_last_checkpoint(pair: &mut Pair, has_room: bool) {
         assert_eq!(pair.endings(), [None, None], "its checkpoint is not written yet");
         for session in &mut pair.0 {
             let Some(checkpoint::Task::Write { step: 1, is_last: true, .. }) =
@@ -231,7 +246,7 @@ mod tests {
             pair.0[0].poll_checkpoint(),
             Some(checkpoint::Task::Commit { step: 1, .. })
         ));
-        pair.0[0].committed_checkpoint(1, true);
+        pair.0[0].committed_checkpoint(1, has_room);
         pair.exchange_headers();
     }
 
@@ -263,7 +278,7 @@ mod tests {
         pair.0[0].halt(halt("first"));
         let headers = pair.headers();
         pair.0.iter_mut().for_each(|session| session.summed(headers.clone(), true).unwrap());
-        write_last_checkpoint(&mut pair);
+        write_last_checkpoint(&mut pair, true);
         // What is exported is compared as a whole before.
         pair.verify();
         assert_eq!(pair.endings(), [Some(Ending::ProgramFailed), Some(Ending::ProgramFailed)]);
@@ -310,16 +325,19 @@ mod tests {
 
     #[test]
     fn a_group_writes_a_checkpoint_of_its_last_step_before_it_is_suspended() {
-        let every = Some(CheckpointEvery::Steps(NonZeroU64::new(1000).unwrap()));
-        let mut pair = Pair::new(JobPlan { checkpoints: every, ..JobPlan::of_one_epoch(100, 4) });
-        pair.exchange_headers();
-        pair.0[1].handle(MasterMessage::Suspend);
-        let headers = pair.compute();
-        for session in &mut pair.0 {
-            session.summed(headers.clone(), true).unwrap();
-            session.updated(Duration::ZERO);
+        for (has_room, ending) in [(true, Some(Ending::Suspended)), (false, None)] {
+            let every = Some(CheckpointEvery::Steps(NonZeroU64::new(1000).unwrap()));
+            let plan = JobPlan { checkpoints: every, ..JobPlan::of_one_epoch(100, 4) };
+            let mut pair = Pair::new(plan);
+            pair.exchange_headers();
+            pair.0[1].handle(MasterMessage::Suspend);
+            let headers = pair.compute();
+            for session in &mut pair.0 {
+                session.summed(headers.clone(), true).unwrap();
+                session.updated(Duration::ZERO);
+            }
+            write_last_checkpoint(&mut pair, has_room);
+            assert_eq!(pair.endings(), [ending.clone(), ending], "without it the group goes on");
         }
-        write_last_checkpoint(&mut pair);
-        assert_eq!(pair.endings(), [Some(Ending::Suspended), Some(Ending::Suspended)]);
     }
 }

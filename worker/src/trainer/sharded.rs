@@ -10,8 +10,8 @@
 //! **Invariant:** a rank gives its header of a step when its sums are staged, and updates nothing
 //! before it has the headers of all ranks. **Invariant:** the parameters are those of a step only
 //! while they are [gathered](ShardedOptimizer::is_gathered). A group gathers them after each
-//! commit, and at the end of each repair in which not all ranks have those of the same commit; what a
-//! broken group has left is overwritten there.
+//! commit, and at the end of each repair in which not all ranks have those of the same commit; what
+//! a broken group has left is overwritten there.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -176,17 +176,17 @@ impl JobHandle for LocalHandle {
     fn stop(&self, force: bool) -> Result<String, Failure> {
         // A master that does not answer is stopped all the same.
         let awaits_ends = !force && self.status().is_ok_and(|status| status.state == ENDING);
-        let target = jobdir::stop(&self.root).map_err(|error| match error {
+        let target = jobdir::stop(&self.root, false).map_err(|error| match error {
             StopError::Lookup(LookupError::NotRunning { .. }) => Failure::failed(error.to_string()),
             StopError::Lookup(error) => Failure::usage(error.to_string()),
             error => Failure::failed(error.to_string()),
         })?;
         let root = self.root.display();
         if force && matches!(target, StopTarget::Master) {
-            // A second signal ends the job at once; two in quick succession count as one. The
-            // master may have ended after the first.
+            // Two signals in quick succession count as one. The master may have ended after the
+            // first.
             std::thread::sleep(SECOND_SIGNAL_AFTER);
-            drop(jobdir::stop(&self.root));
+            drop(jobdir::stop(&self.root, true));
             return Ok(format!("the job in {root} is ended at once"));
         }
         Ok(match target {

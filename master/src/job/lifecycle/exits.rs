@@ -369,8 +369,8 @@ impl Job {
             }
             Err(TooMany::Failures(_)) if max > 0 && self.can_train_without_failed() => {
                 self.log_event(format!(
-                    "{what} (failure {since_progress} without progress, all in one slot, on one node, or \
-                     of workers that never joined; the others can train)"
+                    "{what} (failure {since_progress} without progress, all in one slot, on one \
+                     node, or of workers that never joined; the others can train)"
                 ));
                 let start = self.lifecycle.restarts.wait_long(now);
                 return self.out.set_timer(start, Timer::Relaunch);

@@ -13,7 +13,8 @@
 //! A group that has lost a member forms again first, with however few members. If all of them are
 //! lost, the newest earlier checkpoint counts, as in any other job.
 //!
-//! **Invariant:** a member that may hold the state ends with a checkpoint, or is lost.
+//! **Invariant:** a member that may hold the state ends with a checkpoint, or is lost. If it can't
+//! be written, the job is resumed.
 
 use crate::job::event::LaunchId;
 use crate::job::job::Job;
@@ -72,6 +73,15 @@ impl Job {
         self.lifecycle.initial_launches_left = self.lifecycle.wanted.saturating_sub(staying);
         self.launch_missing(now);
         self.reconcile(now);
+    }
+
+    /// The checkpoint of the last step can't be written: the members go on, as their state would be
+    /// lost.
+    pub(crate) fn give_suspension_up(&mut self, now: Time) {
+        if self.lifecycle.is_suspended && self.lifecycle.is_running() {
+            self.log_event("the job is not suspended: its checkpoint can't be written".into());
+            self.on_resume(now);
+        }
     }
 
     /// Releases the workers that the state does not depend on, and asks the group to end.

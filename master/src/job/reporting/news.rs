@@ -9,6 +9,7 @@ use crate::job::event::{CheckpointNews, Evaluated};
 use crate::job::job::Job;
 use crate::job::spec::OnRowsLost;
 use crate::job::text::{clip, format_metrics, format_value};
+use crate::job::time::Time;
 
 impl Job {
     // ---- checkpoints ----
@@ -31,7 +32,7 @@ impl Job {
         }
     }
 
-    pub(crate) fn on_checkpoint_news(&mut self, worker: WorkerId, news: CheckpointNews) {
+    pub(crate) fn on_checkpoint_news(&mut self, now: Time, worker: WorkerId, news: CheckpointNews) {
         let last = self.data.step();
         let touches = match &news {
             CheckpointNews::Restored { row_touches, .. } => {
@@ -39,6 +40,7 @@ impl Job {
             }
             _ => None,
         };
+        let is_in_vain = matches!(news, CheckpointNews::Failed { step, .. } if step >= last);
         let known = &mut self.reporting.totals.checkpoints;
         let is_written =
             matches!(news, CheckpointNews::Saved { .. } | CheckpointNews::Failed { .. });
@@ -121,6 +123,9 @@ impl Job {
         self.reporting.wants_checkpoint &= !is_written;
         self.out.mark_dirty();
         line.into_iter().for_each(|line| self.log_event(line));
+        if is_in_vain {
+            self.give_suspension_up(now);
+        }
     }
 
     // ---- evaluations ----

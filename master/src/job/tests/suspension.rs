@@ -123,6 +123,24 @@ fn workers_end_with_a_checkpoint_and_none_is_started_before_the_job_is_resumed()
 }
 
 #[test]
+fn a_job_whose_checkpoint_cannot_be_written_is_not_suspended() {
+    let mut job = started(with_checkpoints(2), &[20]);
+    deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
+    job.handle(at(0), Event::Suspend);
+    let failed = |step| {
+        WorkerMessage::Checkpoint(CheckpointNews::Failed { step, error: "no space left".into() })
+    };
+    // The members still write that of the last step.
+    deliver(&mut job, 1, failed(2));
+    assert_eq!(state(&job), "suspending");
+    deliver(&mut job, 1, failed(3));
+    assert_eq!((state(&job).as_str(), job.is_suspended()), ("running", false));
+    actions(&mut job);
+    job.handle(at(0), Event::Suspend);
+    assert_eq!(asked_to_suspend(&actions(&mut job)), [1, 2]);
+}
+
+#[test]
 fn workers_without_the_state_are_released_at_once() {
     let mut job = started(JobSpec { max_workers: 4, ..with_checkpoints(2) }, &[20]);
     job.handle(at(0), Event::Scale { num_workers: 4 });
