@@ -418,13 +418,19 @@ impl Running {
         send(self.pid(), signal);
     }
 
+    /// As [`wait_within`](Self::wait_within), three minutes.
+    #[must_use]
+    pub fn wait(self) -> Ended {
+        self.wait_within(Duration::from_secs(180))
+    }
+
     /// Waits for the job's end.
     ///
     /// # Panics
-    /// It does not end within three minutes.
+    /// It does not end within `limit`.
     #[must_use]
-    pub fn wait(mut self) -> Ended {
-        let deadline = Instant::now() + Duration::from_secs(180);
+    pub fn wait_within(mut self, limit: Duration) -> Ended {
+        let deadline = Instant::now() + limit;
         // The output is short enough for the pipes, so nothing has to read it meanwhile.
         while self.is_running() {
             assert!(Instant::now() < deadline, "the job does not end: {:?}", self.try_status());

@@ -2,6 +2,7 @@
 //! probabilities that these clicks were drawn from. No model predicts better than those.
 
 use std::error::Error;
+use std::time::Duration;
 
 use elasticdl_tests::{Command, auc, built};
 use serde_json::{Value, json};
@@ -24,7 +25,8 @@ pub(crate) fn measure(arguments: &Arguments) -> Result<Value, Box<dyn Error>> {
         .option("training-data", format!("clicks:0..{}", arguments.auc_records))
         .option("global-batch-size", "1024")
         .option("export", path("m.safetensors"))
-        .run();
+        .start()
+        .wait_within(TRAINING_LIMIT);
     trained.assert_outcome(0, "completed");
     let first = arguments.auc_records;
     let predicted = Command::new(&elasticdl, path("predict"), program())
@@ -54,5 +56,7 @@ pub(crate) fn measure(arguments: &Arguments) -> Result<Value, Box<dyn Error>> {
     }))
 }
 
+/// The most records are trained in minutes on a quiet machine.
+const TRAINING_LIMIT: Duration = Duration::from_secs(2 * 3600);
 /// Records after those of the training.
 const TEST_RECORDS: u64 = 200_000;
