@@ -2,7 +2,7 @@
 //!
 //! A field that older programs can ignore is added with a serde default, and the version stays. A
 //! change that they would misread, or that this program can't read any more, gets a new version.
-//! Nothing is released, so no field has a default yet.
+//! Nothing is released yet, and a few fields have a default all the same.
 //!
 //! **Invariant:** a job of another format is refused before anything is changed.
 

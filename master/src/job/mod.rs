@@ -35,7 +35,7 @@
 //! | `Formed`, `Committed`, `Resumed`, `Finished`, `Failed` | `handlers/training` |
 //! | `LeaseRequest`, `ShardDone` | `handlers/inference` |
 //! | `Heartbeat` | `handlers/liveness` |
-//! | `Broken` | `handlers/links` |
+//! | `Broken` | `handlers/broken` |
 //! | `Checkpoint`, `Evaluated`, `StorageWait` | `reporting/news` |
 //! | `LaunchWaits`, `LaunchRuns`, `LaunchLeaves`, `Scale` | `lifecycle/launching` |
 //! | `Suspend`, `Resume` | `lifecycle/suspension` |

@@ -1,3 +1,5 @@
+//! The kind of device that a model computes on, as users select it.
+
 use std::str::FromStr;
 
 use candle_core::Device;

@@ -12,8 +12,8 @@ use crate::checkpoint::{
 use crate::session::checkpoint::Written;
 use crate::session::header::StateRecord;
 
-/// Where a trainer writes checkpoints, and from where a group starts. Nothing but
-/// [`restore`](Self::restore) blocks.
+/// Where a trainer writes checkpoints, and from where a group starts. What reads from storage
+/// blocks; writes do not.
 pub trait CheckpointStore: Debug {
     /// Whether the job writes checkpoints.
     fn is_written(&self) -> bool;
