@@ -146,7 +146,7 @@ impl Owned {
             }
         }
         match of_ranks.iter().find(|it| !it.numbers.is_empty() || !it.values.is_empty()) {
-            Some(_) => Err(InvalidRows("changes of rows that nobody has asked for".into())),
+            Some(_) => Err(InvalidRows("changes of rows that were not asked for".into())),
             None => Ok(()),
         }
     }
