@@ -118,7 +118,8 @@ pub(crate) struct ClusterOptions {
     ///
     /// Additional workers are placed, preempted and replaced one by one. While the job waits in the
     /// queue, its state is `queued`. The master's pod is not queued. volcano and native need the
-    /// rights in manifests/schedulers.
+    /// rights in manifests/schedulers. For a scheduler that places each pod separately, write
+    /// `schedulerName: NAME` in --worker-pod-template.
     #[arg(long, value_name = "NAME", value_parser = values::choice(SCHEDULERS))]
     pub(crate) scheduler: Option<GangScheduler>,
 

@@ -13,7 +13,6 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use toml::{Table, Value};
 
-use super::removed::instead_of;
 use crate::process::{Failure, read_text};
 
 /// The arguments of a command, with those of its file of options.
@@ -120,9 +119,6 @@ impl Options<'_> {
     }
 
     fn unknown(&self, key: &str) -> String {
-        if let Some(instead) = instead_of(key) {
-            return format!("`{key}` was removed; {instead}");
-        }
         let names = self.command.get_arguments().filter(|arg| !arg.is_hide_set());
         let names = names.filter_map(|arg| arg.get_long()).chain([PROGRAM]);
         let names = names.filter(|name| !NOT_IN_FILE.contains(name));
@@ -313,7 +309,6 @@ mod tests {
         for (text, parts) in [
             ("num-worker = 4", &["`num-worker`", "`num-workers`"][..]),
             ("num_workers = 4", &["`num_workers`", "`num-workers`"]),
-            ("no-shuffle = true", &["`no-shuffle` was removed; use --shuffle none"]),
             ("programm = ['a']", &["`programm`", "`program`"]),
             ("resume = 'job'", &["`resume` is not a key"]),
             ("config = 'job'", &["`config` is not a key"]),

@@ -23,7 +23,7 @@ use super::stop::{self, StopArgs};
 use super::suspend;
 use super::train::{self, TrainArgs};
 use super::zoo::{self, ZooArgs};
-use crate::args::{Arguments, PRINT_CONFIG, removed, to_config_file};
+use crate::args::{Arguments, PRINT_CONFIG, to_config_file};
 use crate::backend::NamedJob;
 use crate::process::{Failure, print, print_error, print_line};
 
@@ -139,10 +139,7 @@ fn run() -> Result<u8, Failure> {
             if let Some(origin) = arguments.origin(&error) {
                 print_line(&format!("{origin}:"));
             }
-            match removed(&error) {
-                Some(instead) => return Err(Failure::usage(instead)),
-                None => error.exit(),
-            }
+            error.exit()
         }
     };
     if let Some((name, matches)) = matches.subcommand().filter(|(_, job)| prints_config(job)) {

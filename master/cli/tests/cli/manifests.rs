@@ -218,13 +218,12 @@ fn options_that_no_cluster_accepts_are_refused_by_name() {
         let (success, _, error) = dry_run(options);
         assert!(!success && error.contains(expected), "{options:?}: {error}");
     }
-    let table: [(&[&str], &str); 26] = [
+    let table: [(&[&str], &str); 25] = [
         (&["--worker-resources", "cpu=fast"], "--worker-resources"),
         (&["--env", "DB_PASSWORD=hunter2"], "--env-from-secret NAME:DB_PASSWORD"),
         (&["--env-from-secret", "A=bucket"], "needs the key"),
         (&["--env", "ELASTICDL_JOB=x"], "set by elasticdl itself"),
         (&["--volume", "claim_name=c"], "mount_path is missing"),
-        (&["--node-selector", "disk=ssd"], "--node-selector was removed; write `nodeSelector: "),
         (&["--scheduler", "slurm"], "volcano"),
         (&["--scheduler", "kueue"], "--queue is missing"),
         (&["--queue", "team"], "--queue team: without --scheduler there are no queues"),
