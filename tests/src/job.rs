@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use elasticdl_proto::{
@@ -12,6 +12,7 @@ use elasticdl_proto::{
 use rustix::process::Signal;
 use tempfile::TempDir;
 
+use crate::child_output::ChildOutput;
 use crate::job_fixture::HURRY;
 use crate::process::send;
 
@@ -80,19 +81,15 @@ impl Command {
     #[must_use]
     pub fn start(self) -> Running {
         let starter = [self.starter, vec![self.elasticdl.into()]].concat();
-        let child = command(&starter)
+        let mut train = command(&starter);
+        train
             .args([self.verb, "--local", "--replace", "--job-dir"])
             .arg(&self.job_dir)
             .args(&self.options)
             .arg("--")
-            .args(&self.program)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("the command under test starts");
+            .args(&self.program);
         Running {
-            child: Some(child),
+            child: Some(ChildOutput::start(train)),
             starter,
             job_dir: self.job_dir,
             folder: None,
@@ -110,7 +107,7 @@ impl Command {
 /// A running job. Dropping it ends it.
 #[derive(Debug)]
 pub struct Running {
-    child: Option<Child>,
+    child: Option<ChildOutput>,
     /// `elasticdl` and its prefix.
     starter: Vec<OsString>,
     job_dir: PathBuf,
@@ -154,7 +151,7 @@ impl Running {
     /// Never, before `wait`.
     #[must_use]
     pub fn pid(&self) -> u32 {
-        self.child.as_ref().expect("not waited for").id()
+        self.child.as_ref().expect("not waited for").pid()
     }
 
     /// Whether the command is running.
@@ -162,8 +159,7 @@ impl Running {
     /// # Panics
     /// The state of the process can't be read.
     pub fn is_running(&mut self) -> bool {
-        let child = self.child.as_mut().expect("not waited for");
-        child.try_wait().expect("a child can be asked for").is_none()
+        self.child.as_mut().expect("not waited for").is_running()
     }
 
     /// The status that `elasticdl status --json` prints.
@@ -368,19 +364,17 @@ impl Running {
     /// # Panics
     /// The command can't be waited for.
     pub fn kill_master(&mut self) {
-        let child = self.child.as_mut().expect("not waited for");
-        child.kill().expect("a child can be killed");
-        child.wait().expect("a child can be waited for");
+        self.child.as_mut().expect("not waited for").kill();
     }
 
     /// Stops the master's process until [`Running::continue_master`].
     pub fn stop_master(&self) {
-        send(self.child.as_ref().expect("not waited for").id(), Signal::STOP);
+        self.signal(Signal::STOP);
     }
 
     /// See [`Running::stop_master`].
     pub fn continue_master(&self) {
-        send(self.child.as_ref().expect("not waited for").id(), Signal::CONT);
+        self.signal(Signal::CONT);
     }
 
     /// Starts another master after [`Running::kill_master`]: `elasticdl train --resume`.
@@ -388,15 +382,9 @@ impl Running {
     /// # Panics
     /// The command can't be started.
     pub fn resume(&mut self) {
-        let child = command(&self.starter)
-            .args(["train", "--resume"])
-            .arg(&self.job_dir)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("the command under test starts");
-        self.child = Some(child);
+        let mut train = command(&self.starter);
+        train.args(["train", "--resume"]).arg(&self.job_dir);
+        self.child = Some(ChildOutput::start(train));
     }
 
     /// The error that `elasticdl status` prints when it fails.
@@ -430,36 +418,29 @@ impl Running {
     /// It does not end within `limit`.
     #[must_use]
     pub fn wait_within(mut self, limit: Duration) -> Ended {
-        let deadline = Instant::now() + limit;
-        // The output is short enough for the pipes, so nothing has to read it meanwhile.
-        while self.is_running() {
-            assert!(Instant::now() < deadline, "the job does not end: {:?}", self.try_status());
-            std::thread::sleep(Duration::from_millis(5));
+        let child = self.child.as_mut().expect("not waited for");
+        if !child.ends_within(limit) {
+            panic!("the job does not end: {:?}", self.try_status());
         }
         self.take_end()
     }
 
+    /// The end of a job that has ended.
     fn take_end(&mut self) -> Ended {
-        let output =
-            self.child.take().expect("not waited for").wait_with_output().expect("it has ended");
-        let text = [output.stdout, output.stderr]
-            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-        Ended {
-            code: output.status.code(),
-            output: text.concat(),
-            summary: read_summary(&self.job_dir),
-        }
+        let (code, output) = self.child.take().expect("not waited for").wait();
+        Ended { code, output, summary: read_summary(&self.job_dir) }
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
         if let Some(child) = &mut self.child {
-            // A test has failed: end the job in order, so that its workers end too.
-            send(child.id(), Signal::TERM);
+            // A test has failed: end the job in order, so that its workers end too. A master that
+            // hangs, or is stopped, is killed.
+            send(child.pid(), Signal::TERM);
             std::thread::sleep(Duration::from_millis(100));
-            send(child.id(), Signal::TERM);
-            let _ = child.wait();
+            send(child.pid(), Signal::TERM);
+            child.ends_within(Duration::from_secs(60));
         }
     }
 }

@@ -2,6 +2,7 @@
 //! that can be cut, their disturbance, figures; and the simulation of whole jobs in one thread.
 
 mod browser;
+mod child_output;
 pub mod churn;
 pub mod cluster;
 mod data;
@@ -19,6 +20,7 @@ mod schedules;
 pub mod simulation;
 
 pub use browser::Browser;
+pub use child_output::ChildOutput;
 pub use data::{
     counting_data, counting_reader, counts_summary, exported_counts, numbers, unless_refused,
 };

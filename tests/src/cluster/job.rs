@@ -5,10 +5,9 @@ use std::time::{Duration, Instant};
 use elasticdl_proto::Status;
 use serde_json::Value;
 
-use super::child_output::ChildOutput;
 use super::kubectl::{kubectl, must, text};
 use super::namespace::Namespace;
-use crate::assert_exactly_once;
+use crate::{ChildOutput, assert_exactly_once};
 
 /// A job whose model's parameters count records, so that its last line of output can be compared
 /// with the ledger.

@@ -2,7 +2,6 @@
 
 mod api_server;
 mod audit;
-mod child_output;
 mod harness;
 mod job;
 mod kubectl;
@@ -14,7 +13,6 @@ mod second_node;
 
 pub use api_server::{ApiServer, Stopped};
 pub use audit::{Call, calls};
-pub use child_output::ChildOutput;
 pub use harness::run_tests;
 pub use job::{FIRST_GRADIENT, FIRST_UPDATE, Job, RECORDS, name, uid};
 pub use kubectl::{kubectl, must, text};

@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 
-use elasticdl_tests::cluster::{ChildOutput, text};
-use elasticdl_tests::each_once;
+use elasticdl_tests::cluster::text;
+use elasticdl_tests::{ChildOutput, each_once};
 
 use crate::{cluster_tests, namespace};
 

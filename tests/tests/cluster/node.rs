@@ -10,10 +10,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use elasticdl_tests::cluster::{
-    ApiServer, ChildOutput, Job, Namespace, Node, PriorityClass, RECORDS, SecondNode, kubectl,
+    ApiServer, Job, Namespace, Node, PriorityClass, RECORDS, SecondNode, kubectl,
     must, name, pod_template, uid,
 };
-use elasticdl_tests::{assert_exactly_once, counting_data};
+use elasticdl_tests::{ChildOutput, assert_exactly_once, counting_data};
 use serde_json::Value;
 
 use crate::{ELASTICDL, cluster_tests};

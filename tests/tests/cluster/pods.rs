@@ -10,9 +10,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use elasticdl_tests::cluster::{
-    ApiServer, ChildOutput, Job, Namespace, calls, kubectl, must, name, pod_template, text, uid,
+    ApiServer, Job, Namespace, calls, kubectl, must, name, pod_template, text, uid,
 };
-use elasticdl_tests::{Browser, Page, send};
+use elasticdl_tests::{Browser, ChildOutput, Page, send};
 use rustix::process::Signal;
 use serde_json::Value;
 

@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use elasticdl::Reader as _;
 use elasticdl::readers::ParquetRows;
 use elasticdl_proto::Summary;
-use elasticdl_tests::cluster::{ChildOutput, Job, Namespace, RECORDS, name, text};
-use elasticdl_tests::{each_once, send};
+use elasticdl_tests::cluster::{Job, Namespace, RECORDS, name, text};
+use elasticdl_tests::{ChildOutput, each_once, send};
 use rustix::process::Signal;
 use tempfile::TempDir;
 

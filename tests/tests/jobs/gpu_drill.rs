@@ -3,25 +3,27 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::process::Command;
+use std::time::Duration;
 
+use elasticdl_tests::ChildOutput;
 use serde_json::Value;
 
 /// Runs the drill with further arguments and environment variables.
 fn drill(arguments: &[&str], variables: &[(&str, &OsStr)]) -> (bool, String, Value) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("figures.json");
-    let output = Command::new(env!("CARGO_BIN_EXE_gpu_drill"))
+    let mut drill = Command::new(env!("CARGO_BIN_EXE_gpu_drill"));
+    drill
         .arg("--stand-in")
         .arg(elasticdl_stand_ins::folder())
         .args(["--bytes-max", "16384", "--bytes-lost", "1048576", "--effort-ms", "1"])
         .arg("--json")
         .arg(&file)
         .args(arguments)
-        .envs(variables.iter().copied())
-        .output()
-        .unwrap();
+        .envs(variables.iter().copied());
+    let (code, output) = ChildOutput::start(drill).wait_within(Duration::from_secs(600));
     let figures = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
-    (output.status.success(), String::from_utf8(output.stdout).unwrap(), figures)
+    (code == Some(0), output, figures)
 }
 
 #[test]

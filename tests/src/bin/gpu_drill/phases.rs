@@ -1,7 +1,7 @@
 //! The phases of the drill, in their order.
 
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -205,11 +205,15 @@ fn lose(drill: &mut Drill, phase: &'static str, path: &str, signal: Signal) -> F
         (0..victim).try_for_each(|index| ranks.send(index, &json!({ "over": 1 })))?;
     }
     let mut ends = Vec::new();
+    let until = Instant::now() + ranks.timeout();
     for index in 0..victim {
         ends.push(loop {
             let answer = ranks.answer(index)?;
             if answer["lost"].is_string() {
                 break answer;
+            }
+            if Instant::now() > until {
+                return Err(format!("rank {index} does not notice the loss").into());
             }
         });
     }

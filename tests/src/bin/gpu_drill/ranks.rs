@@ -105,6 +105,11 @@ impl Ranks {
         Ok(ranks)
     }
 
+    /// Timeout of an answer.
+    pub(crate) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
     pub(crate) fn devices(&self) -> usize {
         self.devices
     }

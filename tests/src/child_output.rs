@@ -2,10 +2,10 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::process::{Child, Command};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// A command that follows a job. Dropping it ends it.
+/// A command that runs. Dropping it ends it.
 #[derive(Debug)]
 pub struct ChildOutput {
     child: Child,
@@ -20,9 +20,11 @@ impl ChildOutput {
     /// It can't be started.
     #[must_use]
     pub fn start(mut command: Command) -> Self {
+        // A file never fills up as a pipe does, and has an end although a process that was left
+        // behind still holds it.
         let output = tempfile::tempfile().expect("a temporary file can be created");
         let copy = || output.try_clone().expect("a descriptor can be duplicated");
-        command.stdout(copy()).stderr(copy());
+        command.stdin(Stdio::null()).stdout(copy()).stderr(copy());
         Self { child: command.spawn().expect("the command under test starts"), output }
     }
 
@@ -45,21 +47,53 @@ impl ChildOutput {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
+    /// Whether the command is running.
+    ///
+    /// # Panics
+    /// The state of the process can't be read.
+    pub fn is_running(&mut self) -> bool {
+        self.child.try_wait().expect("a child can be asked for").is_none()
+    }
+
+    /// Kills the command.
+    ///
+    /// # Panics
+    /// It can't be waited for.
+    pub fn kill(&mut self) {
+        self.child.kill().expect("a child can be killed");
+        self.child.wait().expect("a child can be waited for");
+    }
+
+    /// As [`wait_within`](Self::wait_within), four minutes.
+    #[must_use]
+    pub fn wait(self) -> (Option<i32>, String) {
+        self.wait_within(Duration::from_secs(240))
+    }
+
     /// Waits for the command's end, and returns its exit code and its output.
     ///
     /// # Panics
-    /// It does not end within four minutes.
+    /// It does not end within `limit`.
     #[must_use]
-    pub fn wait(mut self) -> (Option<i32>, String) {
-        let deadline = Instant::now() + Duration::from_secs(240);
-        let status = loop {
-            if let Some(status) = self.child.try_wait().expect("a child can be asked for") {
-                break status;
-            }
-            assert!(Instant::now() < deadline, "the command does not end: {}", self.text());
-            std::thread::sleep(Duration::from_millis(20));
-        };
+    pub fn wait_within(mut self, limit: Duration) -> (Option<i32>, String) {
+        assert!(self.ends_within(limit), "the command does not end: {}", self.text());
+        let status = self.child.wait().expect("a child can be waited for");
         (status.code(), self.text())
+    }
+
+    /// Waits until the command has ended; `false` if it has not within `limit`.
+    ///
+    /// # Panics
+    /// The state of the process can't be read.
+    pub fn ends_within(&mut self, limit: Duration) -> bool {
+        let deadline = Instant::now() + limit;
+        while self.is_running() {
+            if Instant::now() >= deadline {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        true
     }
 }
 
