@@ -10,8 +10,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use elasticdl_tests::cluster::{
-    ApiServer, Job, Namespace, Node, PriorityClass, RECORDS, SecondNode, kubectl,
-    must, name, pod_template, uid,
+    ApiServer, Job, Namespace, Node, PriorityClass, RECORDS, SecondNode, kubectl, must, name,
+    pod_template, uid,
 };
 use elasticdl_tests::{ChildOutput, assert_exactly_once, counting_data};
 use serde_json::Value;

@@ -254,13 +254,19 @@ impl Session {
         self.best_now().is_some()
     }
 
-    pub(super) fn handle_checkpoint_headers(&mut self, headers: &[StepHeader]) {
+    /// Takes in the results of evaluations that other ranks know: of a group that this rank has not
+    /// been in, if it has only received its steps' results.
+    pub(super) fn note_evaluations(&mut self, headers: &[StepHeader]) {
         if let Some(state) = &mut self.state {
             // A rank that has evaluated a later step than others did so with the same parameters.
             let newest = headers.iter().map(|h| h.evaluation).max_by_key(|e| e.at);
             state.evaluation =
                 newest.filter(|e| e.at > state.evaluation.at).unwrap_or(state.evaluation);
         }
+    }
+
+    pub(super) fn handle_checkpoint_headers(&mut self, headers: &[StepHeader]) {
+        self.note_evaluations(headers);
         if let Phase::Round { group, .. } = &self.phase {
             self.checkpoints.handle_headers(&group.members, &checkpoint_headers(headers));
         }

@@ -163,7 +163,8 @@ pub struct Checkpoints {
     /// When this rank has learned that the job stops.
     stops_since: Option<Duration>,
     current: Option<Current>,
-    /// Step of the checkpoint of a state that has been given up, if its manifest was being written.
+    /// Step of the checkpoint of a state that has been given up, whose manifest this rank is still
+    /// writing.
     forgotten: Option<u64>,
     tasks: VecDeque<Task>,
     copy_us: u64,
@@ -370,8 +371,10 @@ impl Checkpoints {
 
     /// The group gives up its state. What follows is counted from the one that it creates.
     pub fn forget(&mut self) {
-        let forgotten = self.current.take().filter(|current| current.committing);
-        self.forgotten = forgotten.map(|current| current.step);
+        // Only the first rank writes a manifest.
+        let writes = |current: &Current| current.committing && current.members[0] == self.me;
+        let manifest = self.current.take().filter(writes).map(|current| current.step);
+        self.forgotten = manifest.or(self.forgotten);
         (self.interval_base, self.complete, self.failed) = (0, None, None);
         (self.interval_began, self.overdue) = (None, false);
     }

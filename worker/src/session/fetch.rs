@@ -186,6 +186,7 @@ mod tests {
 
     use super::super::{JobPlan, Task};
     use super::*;
+    use crate::session::evaluation::Evaluation;
     use crate::session::header::{StateRecord, StepHeader};
     use crate::session::origin::{Origin, Program};
 
@@ -267,6 +268,17 @@ mod tests {
         let mut session = joiner();
         assert!(session.result_fetched(Generation(1), vec![header(4)], true));
         assert_eq!(session.poll(), Task::Update { records: 4, is_applied: true });
+    }
+
+    #[test]
+    fn a_joining_worker_knows_the_evaluations_that_precede_the_results_it_receives() {
+        let mut session = joiner();
+        let best = Some((4, 0.5));
+        let evaluation = Evaluation { at: 4, best, ..Evaluation::default() };
+        let after = StepHeader { evaluation, ..header(4) };
+        assert!(session.result_fetched(Generation(1), vec![after], true));
+        session.updated(std::time::Duration::ZERO);
+        assert_eq!((session.step(), session.evaluation()), (5, evaluation));
     }
 
     #[test]

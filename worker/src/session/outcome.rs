@@ -159,6 +159,8 @@ impl Session {
             self.transport.handle_builds(headers.iter().map(|h| h.nccl));
             self.handle_checkpoint_headers(&headers);
             self.end_round(&headers, Some(now));
+        } else {
+            self.note_evaluations(&headers);
         }
         self.step.last_headers = Some(headers);
     }

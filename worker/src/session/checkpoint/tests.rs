@@ -313,6 +313,34 @@ fn losing_the_first_rank_loses_the_manifest_and_losing_another_does_not() {
 }
 
 #[test]
+fn a_step_whose_checkpoint_was_given_up_with_the_state_has_one_when_it_is_made_again() {
+    let mut ranks = Ranks::new(3, steps(10));
+    ranks.step_to(10);
+    // All parts are written. The first rank is lost before its manifest, and the others give up
+    // the state.
+    ranks.step();
+    ranks.ranks.remove(0);
+    ranks.ranks.iter_mut().for_each(|(_, checkpoints)| checkpoints.forget());
+    ranks.step = 0;
+    ranks.step_to(12);
+    assert_eq!(ranks.complete(), [Some(10); 2]);
+    ranks.step_to(22);
+    assert_eq!(ranks.complete(), [Some(20); 2]);
+}
+
+#[test]
+fn a_manifest_of_a_state_that_was_given_up_completes_no_checkpoint() {
+    let mut ranks = Ranks::new(1, steps(10));
+    ranks.step_to(10);
+    ranks.step();
+    let first = &mut ranks.ranks[0].1;
+    first.forget();
+    first.forget();
+    assert!(ranks.work(0, true), "the manifest is written now");
+    assert_eq!(ranks.complete(), [None]);
+}
+
+#[test]
 fn a_checkpoint_abandoned_by_the_first_rank_is_abandoned_by_all() {
     // Only one rank has learned that all parts are written when a member is lost.
     let mut ranks = Ranks::new(4, steps(10));
