@@ -3,10 +3,13 @@
 //! ```text
 //!   Fetching ◀── donors are offered while a group trains; continues like Detached, with a state
 //!
-//!               membership          links up          same state everywhere
-//!   Detached ────────────▶ Joining ─────────▶ Syncing ─────▶ Repairing ─────▶ Round ⟲ ──▶ Finished
-//!     ▲                                                                         │
-//!     └───────────────────────────── links broke ◀──────────────────────────────┘
+//!             membership        links up       headers              same state everywhere
+//!   Detached ──────────▶ Joining ──────▶ Syncing ────▶ Repairing ──────────────────────▶ Round ⟲
+//!     ▲                                                                                  │   ▲
+//!     └── links broke, in every phase from Joining to Finished      headers of all ranks ▼   │
+//!                                                         Evaluating, HandingOver, Verifying ┘
+//!                                                                                        │
+//!   Ended ◀── shutdown, in every phase                       the work is over, Finished ◀┘
 //! ```
 //!
 //! A round ends when every rank holds the headers of all ranks. It is either a step (headers travel

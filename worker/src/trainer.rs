@@ -542,8 +542,7 @@ impl<M: Model> Trainer<'_, M> {
     }
 }
 
-mod checkpointing;
-mod checkpoints;
+mod checkpoint_tasks;
 mod compute;
 mod deterministic;
 #[cfg(feature = "gpu")]
@@ -558,6 +557,7 @@ mod fetch;
 mod finish;
 mod gpu;
 mod incoming;
+mod job_checkpoints;
 mod lost_rows;
 mod overlap;
 mod parts;
@@ -572,13 +572,13 @@ mod table_memory;
 mod validation;
 mod work;
 
-pub(crate) use self::checkpointing::{Checkpointing, JobKey};
 pub(crate) use self::device::is_on_gpu;
 #[cfg(feature = "gpu")]
 pub(crate) use self::device::nccl_policy;
 use self::device::optimizer_of;
 pub(crate) use self::feed::feed;
 use self::incoming::IncomingSnapshot;
+pub(crate) use self::job_checkpoints::{Checkpointing, JobKey};
 use self::row_tables::Regrouped;
 pub use self::row_tables::ReplacedRows;
 pub(crate) use self::row_tables::RowTables;

@@ -1,4 +1,8 @@
-//! The GPU of the model, and whether the worker uses NCCL.
+//! The side of a model on a GPU that the trainer uses: whether there is one, and whose rule updates
+//! the parameters there, that of the model or its optimizer. The environment decides here whether
+//! the worker offers NCCL to its group.
+//!
+//! Without the feature `gpu`, `no_device.rs` is in the place of this file.
 
 use elasticdl_collective::device::NcclPolicy;
 

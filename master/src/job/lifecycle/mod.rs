@@ -6,7 +6,7 @@ mod exits;
 mod failed_slots;
 mod fatal_reports;
 mod launching;
-mod left_out;
+mod missing_results;
 pub(crate) mod persisted;
 pub(crate) mod removal;
 pub(crate) mod restart;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::phases::{INIT_MS, begin, slowest};
-use crate::ranks::Ranks;
+use crate::processes::Ranks;
 use crate::{Drill, Fallible};
 
 /// Shows that an initialization of NCCL to which one rank never comes holds up no rank: steps

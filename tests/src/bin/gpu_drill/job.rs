@@ -11,7 +11,7 @@ use elasticdl_tests::{Command, Running, counting_data, each_once, quantile, send
 use rustix::process::Signal;
 
 use crate::kernels::completed;
-use crate::ranks::ONE_GPU;
+use crate::processes::ONE_GPU;
 use crate::{Drill, Fallible};
 
 /// Shows that jobs on GPUs count every record exactly once over NCCL while their workers are

@@ -4,7 +4,7 @@ use elasticdl::device::layer_times::{COPY, OF_A_STEP, TO_HOST};
 use serde_json::{Value, json};
 
 use crate::phases::number;
-use crate::ranks::Ranks;
+use crate::processes::Ranks;
 use crate::{Drill, Fallible};
 
 /// Shows what the layer does on the GPU in each step of a model with 100 million parameters, timed

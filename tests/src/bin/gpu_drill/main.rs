@@ -31,8 +31,8 @@ mod libraries;
 mod memory;
 mod model;
 mod phases;
+mod processes;
 mod rank;
-mod ranks;
 
 /// Checks and measures the GPU path, and prints a table
 #[derive(Clone, Debug, Parser)]
@@ -122,7 +122,7 @@ fn main() -> ExitCode {
         notes: Vec::new(),
     };
     // A machine without a GPU is reported by each phase.
-    if let Ok(ranks) = ranks::Ranks::start(&drill, 1, false) {
+    if let Ok(ranks) = processes::Ranks::start(&drill, 1, false) {
         drill.devices = ranks.devices();
     }
     for phase in phases::ALL {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde_json::json;
 
 use crate::phases::{begin, number};
-use crate::ranks::Ranks;
+use crate::processes::Ranks;
 use crate::{Drill, Fallible};
 
 /// Shows whether memory of the GPU stays occupied after the end of a group: two ranks build group

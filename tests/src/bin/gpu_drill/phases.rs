@@ -11,7 +11,7 @@ use crate::job::job;
 use crate::kernels::kernels;
 use crate::layer::layer;
 use crate::memory::memory;
-use crate::ranks::Ranks;
+use crate::processes::Ranks;
 use crate::{Drill, Fallible};
 
 /// A phase of the drill.

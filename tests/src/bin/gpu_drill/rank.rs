@@ -20,7 +20,7 @@ use elasticdl_collective::{
 use elasticdl_tests::quantile;
 use serde_json::{Value, json};
 
-use crate::ranks::now;
+use crate::processes::now;
 use crate::{Arguments, Fallible, libraries};
 
 /// The state of a rank between two commands.

@@ -1,4 +1,5 @@
-//! What a job that is stopped leaves out, and how the user gets it.
+//! Results that a stopped job does not have, an evaluation or an export: an event says which, and
+//! how the user gets them.
 
 use elasticdl_proto::Work;
 

@@ -1,5 +1,8 @@
-//! Checkpoints of the trainer: it hands its part of the state to the writer, and restores the state
-//! from a checkpoint.
+//! The session's checkpoint tasks: [`Trainer::poll_checkpoint_writer`] hands this rank's part of the
+//! state to the writer's thread and reports what has been written; [`Trainer::create_state`] fills
+//! the state of a group without one from the newest complete checkpoint.
+//!
+//! **Invariant:** while a group trains, its steps do not wait for the storage of a checkpoint.
 
 use std::time::Duration;
 
@@ -7,7 +10,7 @@ use elasticdl_proto::{CheckpointNews, Evaluated, WorkerMessage};
 use elasticdl_tables::SavedShards;
 
 use super::Trainer;
-use super::checkpointing::Checkpointing;
+use super::job_checkpoints::Checkpointing;
 use super::row_tables::{LostRows, RowTables};
 use super::sharded::ShardedOptimizer;
 use super::stopped::Stopped;

@@ -1,4 +1,5 @@
-//! Where the trainer writes checkpoints, and from where a job starts.
+//! The checkpoints of a job, as its options name them: the folder that the trainer writes to, the
+//! one that the job starts from, and what a checkpoint there must match.
 
 use std::sync::Arc;
 
