@@ -16,6 +16,7 @@
             opt.zero_grad()
 """
 
+from ._divided import Divided
 from ._job import Job, join
 from ._optimizer import Optimizer
 from ._random import Dropout
@@ -24,6 +25,7 @@ from ._tables import Embedding, EmbeddingBag, RowAdagrad, RowAdam, RowSGD
 from ._weights import load
 
 __all__ = [
+    "Divided",
     "Dropout",
     "Embedding",
     "EmbeddingBag",

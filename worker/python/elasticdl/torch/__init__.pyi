@@ -1,5 +1,5 @@
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsFloat, TypeVar
 
@@ -8,6 +8,8 @@ import torch
 from .._job import AnyJob
 
 _Batch = TypeVar("_Batch")
+# Tensors, and lists, tuples and dicts of them.
+_Values = TypeVar("_Values")
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 
 # Ids by record, or a pair of ids and offsets; or several of these.
@@ -106,6 +108,8 @@ class Job(AnyJob):
         collate: Callable[[list[Any]], Any] | None = None,
         ids: Callable[[Any], Mapping[str, _Ids]] | None = None,
     ) -> Any: ...
+    def divided(self, loader: torch.utils.data.DataLoader[_Batch]) -> Divided[_Batch]: ...
+    def gather_for_metrics(self, values: _Values) -> _Values: ...
     def generator(
         self,
         *,
@@ -122,6 +126,11 @@ class Job(AnyJob):
         on_commit: Callable[[], Any] | None = None,
         on_epoch: Callable[[], Any] | None = None,
     ) -> None: ...
+
+class Divided(Iterable[_Batch]):
+    dataset: torch.utils.data.Dataset[Any]
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[_Batch]: ...
 
 class Optimizer(torch.optim.Optimizer):
     # Returns a bool. The base class declares what has no other subclass than Any.

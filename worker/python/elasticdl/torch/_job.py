@@ -6,7 +6,9 @@ from .. import _elasticdl
 from .._inference import Evaluator, Predictor
 from .._job import AnyJob
 from .._process import process
+from ._divided import Divided, Loops
 from ._inference import Applied, Batches
+from ._meeting import Meeting
 from ._module import check_module, tensors_of
 from ._objects import Objects
 from ._optimizer import Optimizer
@@ -34,6 +36,8 @@ class Job(AnyJob):
         self._objects = Objects()
         self._scaler = None
         self._rows = Rows(self._worker)
+        self._meeting = Meeting(self._worker)
+        self._loops = Loops(self._meeting)
 
     @property
     def device(self):
@@ -210,6 +214,43 @@ class Job(AnyJob):
         data = Batches(self, dataset, collate, ids)
         predictor = Predictor(len(dataset), micro_batch, data.call, data.features)
         return self._worker.predictor(predictor, function)
+
+    def divided(self, loader):
+        """The batches of a loader, for an evaluation whose batches the workers divide.
+
+        ::
+
+            test = job.divided(DataLoader(test_set, batch_size=64))
+            for epoch in job.epochs():
+                train(data)
+                for x, y in test:
+                    scores, labels = job.gather_for_metrics((model(x), y))
+
+        ``loader``: a ``DataLoader`` of a map-style data set, without shuffle, the same on all
+        workers. Each worker loops over it, between two steps of the job. A loop yields the batches
+        that this worker computes, about ``len(test)`` divided by the number of workers, and
+        :meth:`gather_for_metrics` returns the values of all. The workers of a loop are those that
+        have computed records of the step before; another one, such as one that has just joined,
+        computes all batches, as one that trains alone does.
+        """
+        self._worker.not_begun("divided()")
+        if self._rows.declared():
+            raise RuntimeError("a job with tables is evaluated by job.evaluator()")
+        self._meeting.declare()
+        return Divided(self._loops, loader)
+
+    def gather_for_metrics(self, values):
+        """The values of all workers for a batch of :meth:`divided`, without those of batches that
+        were computed twice.
+
+        ``values``: a tensor whose first dimension is the batch's records, or one number for the
+        batch, or a list, tuple or dict of such tensors. Called once for each batch of the loop. Its
+        results, one after the other, are the values of all batches in the order of the loader, each
+        once and on each worker, also if workers are lost: the others then compute the batches whose
+        values they lack, each for itself, and a call may return tensors without records until the
+        values before those of its batch are there.
+        """
+        return self._loops.gather(values)
 
     def generator(self, *, record=None, step=None, epoch=None, stream=0, device="cpu"):
         """Returns a ``torch.Generator`` that belongs to a record or a step; see ``seed_for()``."""

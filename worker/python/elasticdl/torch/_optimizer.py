@@ -94,7 +94,8 @@ class Optimizer(torch.optim.Optimizer):
         if weight is not None:
             weight = self._checked(weight)
         self._unchanged.check()
-        for name, value in [(self._settings.tell(), 1), *self._schedules.begin_step()]:
+        told = self._schedules.begin_step() + self._job._meeting.tell()
+        for name, value in [(self._settings.tell(), 1), *told]:
             self._worker.core.add(name, value)
         with self._place.on_stream():
             delivered = self._deliver(0.0 if loss is None else loss, weight)
@@ -303,6 +304,7 @@ class Optimizer(torch.optim.Optimizer):
                 objects.begin_step(self._job.epoch)
             self._schedules.begin_commit(self._job.epoch, tally)
         self._settings.decide(tally)
+        self._job._meeting.commit(tally)
         # The sum stays as it is: other workers may still need it.
         sums = self._gradients.flat(address)
         # The sum of a strict job is rounded.
