@@ -1,5 +1,5 @@
-//! The memberships that the master sends to a worker: the newest one, and what they have made of the
-//! worker so far, a member or one without which its group goes on.
+//! The memberships that the master sends to a worker: the newest one, and what they have made of
+//! the worker so far, a member or one without which its group goes on.
 //!
 //! Messages can arrive late or twice, and several masters may have sent them. **Invariant:** the
 //! newest generation only grows; a membership that is not newer changes nothing.

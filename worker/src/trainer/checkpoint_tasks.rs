@@ -1,6 +1,6 @@
-//! The session's checkpoint tasks: [`Trainer::poll_checkpoint_writer`] hands this rank's part of the
-//! state to the writer's thread and reports what has been written; [`Trainer::create_state`] fills
-//! the state of a group without one from the newest complete checkpoint.
+//! The session's checkpoint tasks: [`Trainer::poll_checkpoint_writer`] hands this rank's part of
+//! the state to the writer's thread and reports what has been written; [`Trainer::create_state`]
+//! fills the state of a group without one from the newest complete checkpoint.
 //!
 //! **Invariant:** while a group trains, its steps do not wait for the storage of a checkpoint.
 

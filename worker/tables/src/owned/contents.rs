@@ -2,8 +2,8 @@
 //! checkpoints and the proof at a job's end. Nothing here changes a shard.
 //!
 //! A worker *holds* a shard that it has a copy of, and *owns* it if it answers for it: the first of
-//! the shard's holders. **Invariant:** what is summed over a group, touches and digests, is of owned
-//! shards, so that no copy counts twice.
+//! the shard's holders. **Invariant:** what is summed over a group, touches and digests, is of
+//! owned shards, so that no copy counts twice.
 
 use std::sync::Arc;
 
