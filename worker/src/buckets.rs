@@ -364,62 +364,10 @@ mod tests {
         assert_eq!(all(0, Cut::FromStart(4)), [(0, 0)]);
     }
 
-    /// A communicator that records the lengths of its sums.
-    struct Counting(LocalRank, Vec<usize>);
-
-    impl Communicator for Counting {
-        fn rank(&self) -> usize {
-            self.0.rank()
-        }
-
-        fn world_size(&self) -> usize {
-            self.0.world_size()
-        }
-
-        fn generation(&self) -> u64 {
-            self.0.generation()
-        }
-
-        fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
-            self.0.all_gather(mine)
-        }
-
-        fn all_reduce(
-            &mut self,
-            header: &[u8],
-            src: &[f32],
-            dst: &mut [f32],
-        ) -> Result<Vec<Vec<u8>>, CollectiveError> {
-            self.1.push(src.len());
-            self.0.all_reduce(header, src, dst)
-        }
-
-        fn exchange(
-            &mut self,
-            send: &[&[u8]],
-            receive: &mut Vec<Vec<u8>>,
-        ) -> Result<(), CollectiveError> {
-            self.0.exchange(send, receive)
-        }
-
-        fn broadcast_bytes(
-            &mut self,
-            root: usize,
-            bytes: &mut Vec<u8>,
-        ) -> Result<(), CollectiveError> {
-            self.0.broadcast_bytes(root, bytes)
-        }
-
-        fn broadcast(&mut self, root: usize, buf: &mut [f32]) -> Result<(), CollectiveError> {
-            self.0.broadcast(root, buf)
-        }
-    }
-
     /// One rank's step over 10 elements in buckets of 4. Declares the elements from each of
     /// `announced` on complete, one after the other.
-    fn step(rank: LocalRank, announced: &[usize]) -> (Vec<Vec<u8>>, Vec<f32>, Vec<usize>) {
-        let header = vec![rank.rank() as u8];
-        let mut ring = Counting(rank, Vec::new());
+    fn step(mut ring: LocalRank, announced: &[usize]) -> (Vec<Vec<u8>>, Vec<f32>, Vec<usize>) {
+        let header = vec![ring.rank() as u8];
         let (mut gradient, mut sums) = (vec![0.0; 10], vec![f32::NAN; 10]);
         let ((), summed) = overlap(&mut ring, &mut gradient, &mut sums, one(), 4, |gradients| {
             let mut end = 10;
@@ -442,7 +390,7 @@ mod tests {
             SummedBuckets { len: 4, summed: summed.unwrap() },
         )
         .unwrap();
-        (headers, sums, ring.1)
+        (headers, sums, ring.summed().to_vec())
     }
 
     /// A batch of one record.

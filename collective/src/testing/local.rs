@@ -17,6 +17,8 @@ pub struct LocalRank {
     rank: usize,
     /// Sequence number of the next operation.
     sequence: u64,
+    /// Lengths of its sums.
+    summed: Vec<usize>,
 }
 
 /// Aborts the operations of a [`LocalRank`] from another thread.
@@ -34,7 +36,14 @@ impl LocalRank {
         let state = State { operations: BTreeMap::new(), ends: vec![None; world] };
         let group =
             Arc::new(Barrier { generation, state: Mutex::new(state), changed: Condvar::new() });
-        (0..world).map(|rank| Self { group: group.clone(), rank, sequence: 0 }).collect()
+        let of_rank = |rank| Self { group: group.clone(), rank, sequence: 0, summed: Vec::new() };
+        (0..world).map(of_rank).collect()
+    }
+
+    /// Lengths of the sums that this rank has taken part in, in order.
+    #[must_use]
+    pub fn summed(&self) -> &[usize] {
+        &self.summed
     }
 
     /// Fence that aborts this rank's operations.
@@ -156,6 +165,7 @@ impl Communicator for LocalRank {
             let reason = format!("a source of {} elements for a sum of {}", src.len(), dst.len());
             return Err(CollectiveError::Invalid(reason));
         }
+        self.summed.push(src.len());
         let part = Part {
             bytes: header.to_vec(),
             floats: src.to_vec(),

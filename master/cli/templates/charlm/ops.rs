@@ -21,7 +21,7 @@ pub(crate) fn causal_softmax(scores: &Tensor) -> Result<Tensor> {
         bail!("causal_softmax: expected square matrices, got {dims:?}");
     }
     if scores.device().is_cpu() {
-        scores.apply_op1(CausalSoftmax)
+        scores.apply_op1(CAUSAL_SOFTMAX)
     } else {
         composed::causal_softmax(scores)
     }
@@ -53,59 +53,96 @@ pub(crate) fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor>
 /// # Errors
 /// If `rows` does not have this shape.
 pub(crate) fn rms_norm(rows: &Tensor) -> Result<Tensor> {
-    if rows.device().is_cpu() { rows.apply_op1(RmsNorm) } else { composed::rms_norm(rows) }
+    if rows.device().is_cpu() { rows.apply_op1(RMS_NORM) } else { composed::rms_norm(rows) }
 }
 
-struct CausalSoftmax;
+/// An operation that makes a row of the same length from each row.
+#[derive(Clone, Copy)]
+struct RowOp {
+    name: &'static str,
+    /// Writes the result of a row, which has this index.
+    forward: fn(usize, &[f32], &mut [f32]),
+    /// Whether the gradient is computed from the results. Otherwise it is computed from the rows.
+    uses_results: bool,
+    /// Writes the gradient of a row, from this row or result and the gradient of the result.
+    backward: fn(usize, &[f32], &[f32], &mut [f32]),
+}
 
-impl CustomOp1 for CausalSoftmax {
+const CAUSAL_SOFTMAX: RowOp = RowOp {
+    name: "causal-softmax",
+    forward: |i, scores, weights| {
+        let seen = i % scores.len() + 1;
+        softmax(&scores[..seen], &mut weights[..seen]);
+    },
+    uses_results: true,
+    backward: |i, weights, gradients, result| {
+        let seen = i % weights.len() + 1;
+        let (weights, gradients) = (&weights[..seen], &gradients[..seen]);
+        let mean = dot(weights, gradients);
+        for ((result, &weight), &gradient) in result.iter_mut().zip(weights).zip(gradients) {
+            *result = weight * (gradient - mean);
+        }
+    },
+};
+
+const RMS_NORM: RowOp = RowOp {
+    name: "rms-norm",
+    forward: |_, row, result| {
+        let scale = rms_scale(row);
+        for (result, &value) in result.iter_mut().zip(row) {
+            *result = value * scale;
+        }
+    },
+    uses_results: false,
+    backward: |_, row, gradients, result| {
+        let scale = rms_scale(row);
+        let along = dot(row, gradients) * scale * scale / row.len() as f32;
+        for ((result, &value), &gradient) in result.iter_mut().zip(row).zip(gradients) {
+            *result = scale * (gradient - value * along);
+        }
+    },
+};
+
+impl CustomOp1 for RowOp {
     fn name(&self) -> &'static str {
-        "causal-softmax"
+        self.name
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let scores = f32s(storage, layout)?;
-        let n = width(layout);
-        let mut result = vec![0.0; scores.len()];
-        for (i, (row, result)) in scores.chunks_exact(n).zip(result.chunks_exact_mut(n)).enumerate()
-        {
-            let seen = i % n + 1;
-            softmax(&row[..seen], &mut result[..seen]);
+        let (rows, n) = (f32s(storage, layout)?, width(layout));
+        let mut result = vec![0.0; rows.len()];
+        for (i, (row, result)) in rows.chunks_exact(n).zip(result.chunks_exact_mut(n)).enumerate() {
+            (self.forward)(i, row, result);
         }
         Ok((CpuStorage::F32(result), layout.shape().clone()))
     }
 
-    fn bwd(&self, _scores: &Tensor, result: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        Ok(Some(result.apply_op2_no_bwd(&gradient.contiguous()?, &CausalSoftmaxBackward)?))
+    fn bwd(&self, rows: &Tensor, results: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        let from = if self.uses_results { results } else { rows };
+        Ok(Some(from.apply_op2_no_bwd(&gradient.contiguous()?, &Backward(*self))?))
     }
 }
 
-struct CausalSoftmaxBackward;
+struct Backward(RowOp);
 
-impl CustomOp2 for CausalSoftmaxBackward {
+impl CustomOp2 for Backward {
     fn name(&self) -> &'static str {
-        "causal-softmax-backward"
+        self.0.name
     }
 
     fn cpu_fwd(
         &self,
-        weights: &CpuStorage,
+        rows: &CpuStorage,
         layout: &Layout,
         gradients: &CpuStorage,
         gradients_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (weights, gradients) = (f32s(weights, layout)?, f32s(gradients, gradients_layout)?);
+        let (rows, gradients) = (f32s(rows, layout)?, f32s(gradients, gradients_layout)?);
         let n = width(layout);
-        let mut result = vec![0.0; weights.len()];
-        let rows = weights.chunks_exact(n).zip(gradients.chunks_exact(n));
-        for (i, ((weights, gradients), result)) in rows.zip(result.chunks_exact_mut(n)).enumerate()
-        {
-            let seen = i % n + 1;
-            let (weights, gradients) = (&weights[..seen], &gradients[..seen]);
-            let mean = dot(weights, gradients);
-            for ((result, &weight), &gradient) in result.iter_mut().zip(weights).zip(gradients) {
-                *result = weight * (gradient - mean);
-            }
+        let mut result = vec![0.0; rows.len()];
+        let pairs = rows.chunks_exact(n).zip(gradients.chunks_exact(n));
+        for (i, ((row, gradients), result)) in pairs.zip(result.chunks_exact_mut(n)).enumerate() {
+            (self.0.backward)(i, row, gradients, result);
         }
         Ok((CpuStorage::F32(result), layout.shape().clone()))
     }
@@ -177,60 +214,6 @@ impl CustomOp3 for CrossEntropyBackward {
             softmax(row, result);
             result[target as usize] -= 1.0;
             result.iter_mut().for_each(|result| *result *= gradient);
-        }
-        Ok((CpuStorage::F32(result), layout.shape().clone()))
-    }
-}
-
-struct RmsNorm;
-
-impl CustomOp1 for RmsNorm {
-    fn name(&self) -> &'static str {
-        "rms-norm"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let rows = f32s(storage, layout)?;
-        let n = width(layout);
-        let mut result = vec![0.0; rows.len()];
-        for (row, result) in rows.chunks_exact(n).zip(result.chunks_exact_mut(n)) {
-            let scale = rms_scale(row);
-            for (result, &value) in result.iter_mut().zip(row) {
-                *result = value * scale;
-            }
-        }
-        Ok((CpuStorage::F32(result), layout.shape().clone()))
-    }
-
-    fn bwd(&self, rows: &Tensor, _result: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        Ok(Some(rows.apply_op2_no_bwd(&gradient.contiguous()?, &RmsNormBackward)?))
-    }
-}
-
-struct RmsNormBackward;
-
-impl CustomOp2 for RmsNormBackward {
-    fn name(&self) -> &'static str {
-        "rms-norm-backward"
-    }
-
-    fn cpu_fwd(
-        &self,
-        rows: &CpuStorage,
-        layout: &Layout,
-        gradients: &CpuStorage,
-        gradients_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (rows, gradients) = (f32s(rows, layout)?, f32s(gradients, gradients_layout)?);
-        let n = width(layout);
-        let mut result = vec![0.0; rows.len()];
-        let pairs = rows.chunks_exact(n).zip(gradients.chunks_exact(n));
-        for ((row, gradient), result) in pairs.zip(result.chunks_exact_mut(n)) {
-            let scale = rms_scale(row);
-            let along = dot(row, gradient) * scale * scale / n as f32;
-            for ((result, &value), &gradient) in result.iter_mut().zip(row).zip(gradient) {
-                *result = scale * (gradient - value * along);
-            }
         }
         Ok((CpuStorage::F32(result), layout.shape().clone()))
     }

@@ -50,7 +50,7 @@ struct Arguments {
     #[arg(long, default_value = "f32")]
     wire: Wire,
     /// Channels: parallel links between two neighbours, for sums over TCP alone: 1 to 16
-    #[arg(long, alias = "streams", default_value_t = 1)]
+    #[arg(long, default_value_t = 1)]
     channels: u8,
     /// Which links are encrypted; `auto`: those between different addresses
     #[arg(long, default_value = "auto")]
