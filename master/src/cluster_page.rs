@@ -40,7 +40,7 @@ impl ClusterPage {
     pub async fn open(cluster: &Cluster, job: &str, port: u16) -> Result<Self, Failure> {
         let anchor = Anchor::new(cluster, job);
         let read = anchor.read().await?;
-        let age = anchor::age(&read.metadata);
+        let age = anchor::age(&read.metadata, cluster.now().await);
         let data = read.data.unwrap_or_default();
         let unreadable = || Failure::failed("the job's options in its ConfigMap can't be read");
         let spec = Task::in_anchor(&data).ok_or_else(unreadable)?.job;

@@ -61,7 +61,8 @@ impl Leader<'_> {
         send_persisted: oneshot::Sender<PersistedWatch>,
     ) -> Result<u8, Failure> {
         // The Lease is held, so the last write of the previous master is visible.
-        let submitted = Submitted::read(self.anchor.read().await?, transitions);
+        let (anchor, now) = (self.anchor.read().await?, self.cluster.now().await);
+        let submitted = Submitted::read(anchor, transitions, now);
         let (code, led) = match submitted {
             Ok(Submitted { ended: Some(code), .. }) => {
                 info!("the job has ended before; this master has nothing to do");

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{ConfigMap, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use k8s_openapi::jiff::Timestamp;
 
 use crate::dashboard::{History, StoredHistory};
 use crate::exit::{EXIT_FAILED, Failure, code_of_summary};
@@ -33,8 +34,13 @@ pub(super) struct Submitted {
 }
 
 impl Submitted {
-    /// `transitions`: how often the leader Lease has changed hands.
-    pub(super) fn read(anchor: ConfigMap, transitions: u64) -> Result<Self, Failure> {
+    /// `transitions`: how often the leader Lease has changed hands. `now`: by the server's clock,
+    /// so that the job is as old for each of its masters.
+    pub(super) fn read(
+        anchor: ConfigMap,
+        transitions: u64,
+        now: Timestamp,
+    ) -> Result<Self, Failure> {
         let seen = anchor.clone();
         let data = anchor.data.unwrap_or_default();
         let malformed = |key: &str, error: &dyn std::fmt::Display| {
@@ -66,7 +72,7 @@ impl Submitted {
         let template =
             serde_json::from_str(need(WORKER_POD)?).map_err(|e| malformed(WORKER_POD, &e))?;
         let incarnation = next_incarnation(data.get(INCARNATION), transitions);
-        let (age, meta) = (anchor::age(&seen.metadata), anchor.metadata);
+        let (age, meta) = (anchor::age(&seen.metadata, now), anchor.metadata);
         // The history is for the user alone; one that can't be read begins anew.
         let history = data.get(HISTORY).and_then(|text| StoredHistory::unpack(text).ok());
         let history = history.unwrap_or_default().history.resumed();

@@ -32,12 +32,13 @@
 //! | `summary` | 256 Ki | as for the status |
 
 use std::collections::BTreeMap;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use elasticdl_proto::Status;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::ConfigMap;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use k8s_openapi::jiff::Timestamp;
 use kube::Api;
 use kube::api::{ListParams, Patch, PatchParams, PostParams};
 use serde_json::json;
@@ -318,11 +319,11 @@ pub fn status(data: &Data) -> Option<Status> {
     serde_json::from_str(data.get(STATUS)?).ok()
 }
 
-/// Age of an object. The clock of the API server may be ahead.
+/// Age of an object at `now` of the API server's clock.
 #[must_use]
-pub fn age(metadata: &ObjectMeta) -> Duration {
-    let born = metadata.creation_timestamp.as_ref().map(|time| SystemTime::from(time.0));
-    born.and_then(|born| born.elapsed().ok()).unwrap_or_default()
+pub fn age(metadata: &ObjectMeta, now: Timestamp) -> Duration {
+    let age = metadata.creation_timestamp.as_ref().map(|born| now.duration_since(born.0));
+    age.and_then(|age| Duration::try_from(age).ok()).unwrap_or_default()
 }
 
 /// Lists all anchors of the namespace.

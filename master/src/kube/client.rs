@@ -3,8 +3,13 @@
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Namespace;
+use k8s_openapi::jiff::Timestamp;
+use k8s_openapi::jiff::fmt::rfc2822;
+use kube::client::Body;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Api, Client, Config};
+
+use super::retry::retry;
 
 /// A namespace of a cluster, and the client with which it is accessed.
 #[derive(Clone)]
@@ -149,6 +154,22 @@ impl Cluster {
     pub(super) async fn get(&self, path: &str) -> Result<serde_json::Value, kube::Error> {
         let request = http::Request::get(path).body(Vec::new()).map_err(kube::Error::HttpError)?;
         self.client.request(request).await
+    }
+
+    /// Returns the time by the server's clock, which objects are stamped with: the clock of this
+    /// host may differ from it, or be set. Without an answer, the time by this host's clock.
+    pub(crate) async fn now(&self) -> Timestamp {
+        let doing = "read the API server's clock";
+        let date = retry(doing, || async {
+            let request = http::Request::get("/version").body(Body::empty());
+            let request = request.map_err(kube::Error::HttpError);
+            let answer = async { self.client.send(request?).await }.await;
+            // A refusal has a date, too.
+            let answer = answer.map_err(|error| self.explain(doing, error))?;
+            let date = answer.headers().get(http::header::DATE);
+            Ok(date.and_then(|date| rfc2822::parse(date.to_str().ok()?).ok()))
+        });
+        date.await.ok().flatten().map_or_else(Timestamp::now, |date| date.timestamp())
     }
 
     /// Turns an error of the server into one for the user. `doing`: the operation that failed.

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::{Event, Pod};
+use k8s_openapi::jiff::Timestamp;
 use kube::Api;
 use kube::api::ListParams;
 
@@ -137,7 +138,7 @@ pub async fn inspect(cluster: &Cluster, job: &str) -> MasterHealth {
         ));
         return MasterHealth { failed, obstacle };
     }
-    if is_cut_off(&found) {
+    if is_cut_off(&found, cluster.now().await) {
         let obstacle = format!(
             "its submission was cut off: `elasticdl delete {job} --namespace {}` removes what \
              there is of it",
@@ -170,9 +171,9 @@ pub async fn inspect(cluster: &Cluster, job: &str) -> MasterHealth {
 
 /// Whether the command that submitted the job of this Job has ended before all objects of the job
 /// existed: its last step lets the Job create a master.
-pub(crate) fn is_cut_off(job: &Job) -> bool {
+pub(crate) fn is_cut_off(job: &Job, now: Timestamp) -> bool {
     let waits = job.spec.as_ref().is_some_and(|spec| spec.parallelism == Some(0));
-    waits && anchor::age(&job.metadata) >= SUBMISSION_MAX
+    waits && anchor::age(&job.metadata, now) >= SUBMISSION_MAX
 }
 
 /// Whether the first pod of a master has been created.
@@ -288,10 +289,11 @@ mod tests {
             let spec = json!({"parallelism": parallelism, "template": template});
             fake.put("jobs", "j-master", json!({"metadata": metadata, "spec": spec}));
         };
-        let now = k8s_openapi::jiff::Timestamp::now().to_string();
+        // The clock of this host is years ahead.
+        fake.state().date = Some("Wed, 01 May 2024 10:01:00 GMT");
         for (created, parallelism, is_cut) in [
             ("2024-05-01T10:00:00Z", 0, true),
-            (&now, 0, false),
+            ("2024-05-01T10:00:01Z", 0, false),
             ("2024-05-01T10:00:00Z", 1, false),
         ] {
             put(created, parallelism);

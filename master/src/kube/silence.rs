@@ -3,14 +3,17 @@
 //! The status of a job in its anchor says what its last master knew. While a master leads, its pod
 //! is ready and it renews the job's Lease. So a job without a ready master, whose Lease was not
 //! renewed for longer than a take-over takes, has no master, whatever its status says. The pod
-//! alone is not sufficient, since a take-over takes a moment, nor is the Lease, since clocks
-//! differ.
+//! alone is not sufficient, since a take-over takes a moment.
+//!
+//! The age of a Lease is by the clock of the API server, which stamps each change. Those of the
+//! master's host and of the user's may differ from it.
 
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use elasticdl_proto::Status;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::jiff::Timestamp;
 use kube::api::ListParams;
 use kube::{Api, ResourceExt as _};
 
@@ -21,11 +24,13 @@ use super::objects::{JOB_LABEL, ROLE_LABEL};
 use super::verdict::{Verdict, classify};
 
 /// The masters of one job, or of all jobs of a namespace, as far as the user may read them.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Masters {
     /// `None`: pods can't be read.
     pods: Option<Vec<Pod>>,
     leases: Vec<Lease>,
+    /// When both were read, by the server's clock.
+    pub now: Timestamp,
 }
 
 /// A job without a master.
@@ -74,33 +79,33 @@ impl Masters {
             |role: &str| ListParams::default().labels(&format!("{of_job},{ROLE_LABEL}={role}"));
         let (pods, leases): (Api<Pod>, Api<Lease>) = (cluster.api(), cluster.api());
         let (master, lease) = (of_role("master"), of_role("lease"));
-        let (pods, leases) = tokio::join!(pods.list(&master), leases.list(&lease));
+        let (pods, leases, now) =
+            tokio::join!(pods.list(&master), leases.list(&lease), cluster.now());
         Self {
             pods: pods.ok().map(|list| list.items),
             leases: leases.map(|list| list.items).unwrap_or_default(),
+            now,
         }
     }
 
     /// Whether `job`, which has not ended and has this anchor, has no master.
     pub async fn silence(&self, cluster: &Cluster, job: &str, data: &Data) -> Option<Silence> {
-        let time = self.silent_for(job, data, SystemTime::now())?;
+        let time = self.silent_for(job, data)?;
         let MasterHealth { obstacle, .. } = master_pods::inspect(cluster, job).await;
         Some(Silence { time, why: obstacle.or_else(|| self.newest_pod(job)) })
     }
 
-    fn silent_for(&self, job: &str, data: &Data, now: SystemTime) -> Option<Duration> {
+    fn silent_for(&self, job: &str, data: &Data) -> Option<Duration> {
         let limit = match &self.pods {
             Some(pods) if pods.iter().any(|pod| is_of(job, pod) && is_ready(pod)) => return None,
             Some(_) => SILENCE_MAX,
             None => SILENCE_MAX * 2,
         };
         let lease = self.leases.iter().find(|lease| lease.name_any() == job);
-        let renewed = lease.and_then(|lease| lease.spec.as_ref()?.renew_time.clone());
-        let renewed = renewed.map(|time| SystemTime::from(time.0));
-        let written = data.get(STATUS_AT).and_then(|text| text.parse().ok());
-        let written = written.map(|ms| SystemTime::UNIX_EPOCH + Duration::from_millis(ms));
-        let last = renewed.into_iter().chain(written).max()?;
-        now.duration_since(last).ok().filter(|time| *time >= limit)
+        // Without a Lease, only the master's clock tells when it wrote last.
+        let written = || Timestamp::from_millisecond(data.get(STATUS_AT)?.parse().ok()?).ok();
+        let last = lease.and_then(renewed_at).or_else(written)?;
+        Duration::try_from(self.now.duration_since(last)).ok().filter(|time| *time >= limit)
     }
 
     /// What the newest pod of a master of `job` shows.
@@ -121,6 +126,13 @@ impl Masters {
             }
         })
     }
+}
+
+/// When the server stored the last renewal; without its stamps, when the master sent it.
+fn renewed_at(lease: &Lease) -> Option<Timestamp> {
+    let stamps = lease.metadata.managed_fields.iter().flatten();
+    let stored = stamps.filter_map(|stamp| Some(stamp.time.as_ref()?.0)).max();
+    stored.or_else(|| Some(lease.spec.as_ref()?.renew_time.as_ref()?.0))
 }
 
 fn is_of(job: &str, pod: &Pod) -> bool {
@@ -159,12 +171,13 @@ mod tests {
         Masters {
             pods: Some(vec![serde_json::from_value(pod).unwrap()]),
             leases: vec![serde_json::from_value(lease).unwrap()],
+            now: now(),
         }
     }
 
     /// 10 min after the epoch.
-    fn now() -> SystemTime {
-        SystemTime::UNIX_EPOCH + Duration::from_secs(600)
+    fn now() -> Timestamp {
+        Timestamp::from_second(600).unwrap()
     }
 
     #[test]
@@ -172,7 +185,7 @@ mod tests {
         let running = json!({"running": {}});
         let silent = |ready: &str, renewed: &str| {
             let masters = masters(ready, running.clone(), renewed);
-            masters.silent_for("j", &Data::new(), now()).map(|time| time.as_secs())
+            masters.silent_for("j", &Data::new()).map(|time| time.as_secs())
         };
         assert_eq!(silent("True", "1970-01-01T00:05:00.000000Z"), None, "clocks differ");
         assert_eq!(silent("False", "1970-01-01T00:09:30.000000Z"), None, "a take-over");
@@ -181,9 +194,29 @@ mod tests {
     }
 
     #[test]
+    fn clocks_of_hosts_make_no_living_master_silent_and_no_dead_one_alive() {
+        let silent = |renewed: &str, stored: &str| {
+            let mut masters = masters("False", json!({"running": {}}), renewed);
+            let stamp = |time: &str| json!({"manager": "m", "operation": "Update", "time": time});
+            let stamps = json!([stamp("1970-01-01T00:01:00Z"), stamp(stored)]);
+            masters.leases[0].metadata.managed_fields = serde_json::from_value(stamps).unwrap();
+            // The status has a time of the master's host, too.
+            let data = Data::from([(STATUS_AT.into(), "3600000".into())]);
+            masters.silent_for("j", &data).map(|time| time.as_secs())
+        };
+        assert_eq!(silent("1970-01-01T00:00:00.000000Z", "1970-01-01T00:09:50Z"), None, "behind");
+        assert_eq!(
+            silent("1970-01-01T01:00:00.000000Z", "1970-01-01T00:05:00Z"),
+            Some(300),
+            "ahead"
+        );
+    }
+
+    #[test]
     fn without_the_right_to_read_pods_and_leases_the_age_of_the_status_decides() {
         let data = |ms: u64| Data::from([(STATUS_AT.into(), ms.to_string())]);
-        let silent = |data: &Data| Masters::default().silent_for("j", data, now());
+        let masters = Masters { pods: None, leases: Vec::new(), now: now() };
+        let silent = |data: &Data| masters.silent_for("j", data);
         assert_eq!(silent(&data(500_000)), None);
         assert_eq!(silent(&data(400_000)), Some(Duration::from_secs(200)));
         // Another release has written it.

@@ -413,8 +413,9 @@ async fn already(cluster: &Cluster, name: &str) -> ClusterError {
     let (jobs, anchors): (Api<Job>, Api<ConfigMap>) = (cluster.api(), cluster.api());
     let job = jobs.get_opt(&objects::master_name(name)).await.ok().flatten();
     let lacks_anchor = matches!(anchors.get_opt(name).await, Ok(None));
+    let now = cluster.now().await;
     let is_left = |job: &Job| {
-        is_cut_off(job) || (lacks_anchor && anchor::age(&job.metadata) >= SUBMISSION_MAX)
+        is_cut_off(job, now) || (lacks_anchor && anchor::age(&job.metadata, now) >= SUBMISSION_MAX)
     };
     let namespace = &cluster.namespace;
     if job.as_ref().is_some_and(is_left) {

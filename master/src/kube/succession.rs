@@ -55,7 +55,8 @@ pub(crate) async fn ensure_successor(
     let Some(job) = job.filter(|job| job.metadata.deletion_timestamp.is_none()) else {
         return Ok(NextMaster::Unwanted("the job is being deleted".into()));
     };
-    if let Some(why) = failure_of(&job).or_else(|| overdue(&job, Timestamp::now())) {
+    let now = cluster.now().await;
+    if let Some(why) = failure_of(&job).or_else(|| overdue(&job, now)) {
         return Ok(NextMaster::Unwanted(why));
     }
     if may_have_masters(&job) {

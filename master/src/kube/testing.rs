@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{Method, Request, Response, StatusCode};
+use http::{HeaderValue, Method, Request, Response, StatusCode};
 use http_body::Frame;
 use kube::client::Body;
 use kube::client::retry::RetryPolicy;
@@ -61,6 +61,8 @@ pub(crate) struct State {
     pub(crate) unreachable: bool,
     /// Duration of calls, by kind.
     pub(crate) slow: BTreeMap<&'static str, Duration>,
+    /// The server's clock, as its answers outside of the namespace tell it.
+    pub(crate) date: Option<&'static str>,
     /// Answers to reads of paths outside of the namespace. Other such paths do not exist.
     pub(crate) cluster_paths: BTreeMap<String, Value>,
     pub(crate) created: u32,
@@ -159,7 +161,11 @@ impl FakeServer {
             // Of the APIs of the whole cluster, the server has what a test has put there.
             let found = self.state().cluster_paths.get(parts.uri.path()).cloned();
             let found = found.filter(|_| parts.method == Method::GET);
-            return found.map_or_else(|| failure(404, "not found"), |answer| ok(&answer));
+            let mut answer = found.map_or_else(|| failure(404, "not found"), |found| ok(&found));
+            if let Some(date) = self.state().date {
+                answer.headers_mut().insert("Date", HeaderValue::from_static(date));
+            }
+            return answer;
         };
         let path = path.to_owned();
         let (resource, name) = path.split_once('/').unwrap_or((&path, ""));

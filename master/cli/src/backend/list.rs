@@ -27,7 +27,7 @@ pub(crate) fn cluster_jobs(choice: &ClusterChoice) -> Result<Vec<JobRow>, Failur
         let masters = Masters::read(&cluster, None).await;
         let mut rows = Vec::new();
         for anchor in anchors {
-            let age_s = Some(anchor::age(&anchor.metadata).as_secs_f64());
+            let age_s = Some(anchor::age(&anchor.metadata, masters.now).as_secs_f64());
             let Some(name) = anchor.metadata.name else { continue };
             let data = anchor.data.unwrap_or_default();
             let (mut health, mut silence) = (MasterHealth::default(), None);
