@@ -34,7 +34,7 @@ use crate::kube::objects::{POD_IP, PORT};
 use crate::kube::persisted_job::{PersistedJobWriter, PersistedWatch};
 use crate::kube::pods::{self, PodFactory, Pods};
 use crate::kube::requests::UserRequest;
-use crate::kube::{master_address, succession};
+use crate::kube::{anchor, master_address, succession};
 use crate::listener::{Identity, ServerConfig};
 use crate::mlflow;
 use crate::progress::Progress;
@@ -161,8 +161,8 @@ impl Leader<'_> {
         });
         let master = master.map_err(cannot("start the master"))?;
         info!(job = args.job_name, incarnation, "master listens");
-        tasks.spawn(tell(http.published.clone(), recorder, incarnation > 1));
-        let code = self.conduct(master, &writer, age, history).await;
+        tasks.spawn(tell(http.published.clone(), recorder.clone(), incarnation > 1));
+        let code = self.conduct(master, &writer, &recorder, age, history).await;
         // What is missing at the tracking server is in this master's log.
         let _ = exporters.finish(None).await;
         code
@@ -239,6 +239,7 @@ impl Leader<'_> {
         &self,
         master: Master,
         writer: &AnchorWriter,
+        recorder: &EventRecorder,
         age: Duration,
         history: History,
     ) -> Result<u8, Failure> {
@@ -248,6 +249,7 @@ impl Leader<'_> {
         let mut desired = DesiredState::default();
         let mut followed = self.anchor.watch();
         let mut requested: Option<UserRequest> = None;
+        let mut ignored = None;
         let (times, history) = (RefCell::default(), RefCell::new(history));
         let publishing = publish(writer, published.clone(), age, &times, &history);
         tokio::pin!(publishing);
@@ -278,6 +280,15 @@ impl Leader<'_> {
                             info!(user = by.user, request = by.key, "a user requests a change");
                             requested = Some(by.clone());
                             self.record(by);
+                        }
+                        let now_ignored = anchor::ignored_request(&data);
+                        if now_ignored != ignored {
+                            ignored.clone_from(&now_ignored);
+                            let told = now_ignored.into_iter();
+                            told.for_each(|text| {
+                                warn!("{text}");
+                                recorder.record("RequestIgnored", text);
+                            });
                         }
                         let now = DesiredState::read(&data);
                         for command in changes(desired, now) {

@@ -43,7 +43,6 @@ use kube::Api;
 use kube::api::{ListParams, Patch, PatchParams, PostParams};
 use serde_json::json;
 use tokio::time::Instant;
-use tracing::warn;
 
 use super::client::{Cluster, ClusterError, is_code};
 use super::objects;
@@ -399,13 +398,7 @@ impl DesiredState {
     /// Reads the requests from `data`. A value that can't be parsed is ignored.
     #[must_use]
     pub fn read(data: &Data) -> Self {
-        let num_workers = data.get(NUM_WORKERS).and_then(|text| {
-            let number = text.trim().parse().ok();
-            if number.is_none() {
-                warn!(text, "the anchor's num-workers is not a number");
-            }
-            number
-        });
+        let num_workers = data.get(NUM_WORKERS).and_then(|text| text.trim().parse().ok());
         let stop = data.get(STOP).and_then(|text| match text.trim() {
             "true" => Some(StopRequest::AtStep),
             STOP_AT_ONCE => Some(StopRequest::AtOnce),
@@ -415,6 +408,15 @@ impl DesiredState {
         let suspend = data.get(SUSPEND).and_then(|text| text.trim().parse().ok());
         Self { num_workers, stop, checkpoint, suspend }
     }
+}
+
+/// What is wrong with a request in `data` that is ignored.
+pub(crate) fn ignored_request(data: &Data) -> Option<String> {
+    let text = data.get(NUM_WORKERS)?;
+    let is_number = text.trim().parse::<u32>().is_ok();
+    (!is_number).then(|| {
+        format!("{NUM_WORKERS} is {text:?} in the job's ConfigMap, and must be a number: ignored")
+    })
 }
 
 /// Decides when the status is written: soon after an event, rarely for mere progress.
@@ -512,6 +514,12 @@ mod tests {
         ] {
             assert_eq!(DesiredState::read(&nonsense), DesiredState::default(), "{nonsense:?}");
         }
+        let ignored = |text: &str| ignored_request(&data(&[(NUM_WORKERS, text)]));
+        assert_eq!(
+            ignored("many").unwrap(),
+            "num-workers is \"many\" in the job's ConfigMap, and must be a number: ignored"
+        );
+        assert_eq!((ignored(" 4 "), ignored_request(&Data::new())), (None, None));
     }
 
     #[tokio::test(start_paused = true)]
