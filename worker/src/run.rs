@@ -126,7 +126,8 @@ fn work<M: Model>(model: M, environment: &Environment) -> Result<Exit, End> {
 pub(crate) fn join(environment: &Environment) -> Result<(TcpListener, Control), End> {
     descriptors::raise_limit();
     descriptors::check_to_join().map_err(End::Failed)?;
-    let address = route(&environment.master, environment.master_timeout).map_err(End::NoMaster)?;
+    let address = route(environment.master_timeout, || own_address(&environment.master))
+        .map_err(End::NoMaster)?;
     let listener = TcpListener::bind((address, 0))
         .map_err(|error| End::Failed(format!("{address}: {error}")))?;
     let address: SocketAddr =
@@ -312,12 +313,15 @@ fn check_places(options: &WorkerOptions) -> Result<(), String> {
     }
 }
 
-/// Like [`own_address`], with retries: in the first moments of a pod it may have no route, and the
-/// master no name.
-fn route(master: &str, limit: Duration) -> Result<IpAddr, String> {
+/// The address that `look` finds, with retries for `limit`: in the first moments of a pod it may
+/// have no route, and the master no name.
+fn route(
+    limit: Duration,
+    mut look: impl FnMut() -> Result<IpAddr, String>,
+) -> Result<IpAddr, String> {
     let deadline = Instant::now() + limit;
     loop {
-        match own_address(master) {
+        match look() {
             Err(error) if Instant::now() < deadline => {
                 tracing::debug!(error, "no route to the master yet");
                 std::thread::sleep(ROUTE_PAUSE);
@@ -350,3 +354,24 @@ fn usage(reason: &str) {
 
 /// Pause between two looks for a route to the master.
 const ROUTE_PAUSE: Duration = Duration::from_millis(200);
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use super::*;
+
+    #[test]
+    fn a_route_that_is_there_after_a_moment_is_found() {
+        let mut left = 2;
+        let mut look = || match left {
+            0 => Ok(Ipv4Addr::LOCALHOST.into()),
+            _ => {
+                left -= 1;
+                Err("network is unreachable".to_owned())
+            }
+        };
+        assert_eq!(route(Duration::ZERO, &mut look), Err("network is unreachable".into()));
+        assert_eq!(route(Duration::from_secs(60), look), Ok(Ipv4Addr::LOCALHOST.into()));
+    }
+}

@@ -2,7 +2,7 @@
 //! computes.
 
 use std::collections::VecDeque;
-use std::io::{ErrorKind, Read, Write};
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -54,6 +54,14 @@ pub(crate) struct Identity {
 impl Acceptor {
     /// Runs until `stop` is notified.
     pub(crate) fn run(self) {
+        self.run_with(socket::poll_until);
+    }
+
+    /// As [`run`](Self::run). `poll` waits for events until a time.
+    fn run_with(
+        self,
+        mut poll: impl FnMut(&mut [PollFd<'_>], Option<Instant>) -> io::Result<bool>,
+    ) {
         let started = Instant::now();
         let mut pending = PendingHandshakes::default();
         let mut resume_at = None;
@@ -74,7 +82,7 @@ impl Acceptor {
                 PollFd::new(&self.listener, listener_events),
             ];
             fds.extend(pending.0.iter().map(|handshake| PollFd::new(handshake, PollFlags::IN)));
-            if let Err(error) = socket::poll_until(&mut fds, wake_at) {
+            if let Err(error) = poll(&mut fds, wake_at) {
                 // The kernel is short of memory: without its acceptor, this worker could join no
                 // later group.
                 warn!(%error, "cannot wait for peers");
@@ -324,6 +332,32 @@ fn is_of_one_dial(kind: ErrorKind) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_acceptor_waits_again_after_the_kernel_was_short_of_memory() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let secret = Secret::new(b"secret");
+        let (job, link_encryption) = (JobDigest::of("job"), LinkEncryption::default());
+        let stop = Arc::new(Notifier::new().unwrap());
+        let acceptor = Acceptor {
+            listener,
+            identity: Arc::new(Identity { job, own_id: 1, secret, link_encryption }),
+            fence: Fence::new(),
+            pending_requests: Arc::default(),
+            stop: stop.clone(),
+        };
+        let mut failures = 2;
+        acceptor.run_with(|fds, until| {
+            if failures > 0 {
+                failures -= 1;
+                return Err(ErrorKind::OutOfMemory.into());
+            }
+            stop.notify();
+            socket::poll_until(fds, until)
+        });
+        assert_eq!(failures, 0);
+    }
 
     #[test]
     fn a_crowd_of_one_address_displaces_only_itself() {

@@ -4,12 +4,15 @@ use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 use std::sync::Mutex;
 
+use elasticdl_data::worker::with_patience;
 use elasticdl_proto::wire::master_server::{Master, MasterServer};
 use elasticdl_proto::wire::{
     CheckpointReply, CheckpointRequest, ScaleReply, ScaleRequest, StatusRequest, SuspendReply,
     SuspendRequest,
 };
-use elasticdl_proto::{Location, MasterMessage, Membership, Resume, WorkerId};
+use elasticdl_proto::{
+    Finished, LedgerReport, Location, MasterMessage, Membership, Resume, WorkerId,
+};
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Response, Status};
 
@@ -365,6 +368,47 @@ fn a_stop_is_known_before_the_trainer_hears_of_it() {
     fixture.send(0, MasterMessage::Drain);
     assert!(matches!(control.inbox.recv(), Ok(ControlEvent::Message(MasterMessage::Drain, _))));
     assert!(control.stops.load(Ordering::Acquire));
+    fixture.streams.lock().unwrap().clear();
+    drop(control);
+}
+
+#[test]
+fn the_master_hears_of_a_wait_before_the_end_that_followed_it() {
+    let fixture = Fixture::new(usize::MAX);
+    let control = Control::open(&fixture.environment, Fixture::address()).unwrap();
+    let finished = WorkerMessage::Finished(Finished {
+        generation: Generation(3),
+        step: 5,
+        digest: 1,
+        ledger: LedgerReport::default(),
+        records_trained: 20,
+        stopped_early: false,
+        summary: None,
+        failure: None,
+        suspended: false,
+        steps_skipped: 0,
+        exported: false,
+        row_touches: None,
+    });
+    // One heartbeat of this job, at its start, may report a wait, too.
+    for _ in 0..3 {
+        let sleep = |_| {
+            std::thread::sleep(Duration::from_millis(5));
+            false
+        };
+        with_patience("s3://b", Duration::from_secs(60), "away", || Ok(()), sleep).unwrap();
+        control.outbox.send(finished.clone());
+        let mut waits = 0;
+        loop {
+            match fixture.next_of_any_kind() {
+                (_, JoinRequest::Message(WorkerMessage::StorageWait { .. })) => waits += 1,
+                (_, JoinRequest::Message(message)) => break assert_eq!(message, finished),
+                (_, JoinRequest::Hello(_)) => {}
+                other => panic!("{other:?}"),
+            }
+        }
+        assert!(waits > 0);
+    }
     fixture.streams.lock().unwrap().clear();
     drop(control);
 }
