@@ -1,7 +1,9 @@
 //! Memory that Python lends: by the buffer protocol, or by DLPack.
 //!
-//! `unsafe`: both work with addresses. Memory is locked from its request to its release, which a
-//! [`Borrowed`] spans.
+//! `unsafe`: both work with addresses. A [`Borrowed`] spans the time from the request of memory to
+//! its release. The buffer protocol locks the memory meanwhile. DLPack and PyTorch have no lock: as
+//! with each backend of `torch.distributed`, a program must not resize a tensor before the
+//! operation on it has ended.
 #![allow(unsafe_code, reason = "the buffer protocol and DLPack")]
 
 use std::ffi::{CStr, c_void};
@@ -11,7 +13,7 @@ use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-/// Writable, contiguous memory of a Python object. To be dropped while attached to Python.
+/// Writable, contiguous memory of a Python object.
 #[derive(Debug)]
 pub(crate) struct Borrowed {
     start: *mut u8,
@@ -105,10 +107,15 @@ impl Borrowed {
         }
         let DataType { code, bits, lanes } = tensor.data_type;
         let element = usize::from(bits).div_ceil(8) * usize::from(lanes);
-        let elements: i64 = shape.iter().product();
+        let mut sizes = shape.iter().map(|&size| usize::try_from(size).ok());
+        let bytes = sizes.try_fold(element, |bytes, size| bytes.checked_mul(size?));
+        let bytes = bytes.filter(|&bytes| isize::try_from(bytes).is_ok());
+        let bytes = bytes.ok_or_else(|| {
+            PyBufferError::new_err(format!("the tensor's shape {shape:?} is no size of memory"))
+        })?;
         Ok(Self {
             start: tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize),
-            bytes: elements.cast_unsigned() as usize * element,
+            bytes,
             is_f32: (code, bits, lanes) == (FLOAT, 32, 1),
             is_i64: (code, bits, lanes) == (INTEGER, 64, 1),
             _owner: Owner::Capsule { _capsule: capsule.unbind() },
@@ -170,9 +177,11 @@ impl fmt::Debug for View {
 
 impl Drop for View {
     fn drop(&mut self) {
-        // SAFETY: this thread is attached to Python. The methods of a ring create and drop a value
-        // while they are; the thread of its operations drops it so, or not at all.
-        unsafe { ffi::PyBuffer_Release(&raw mut *self.0) };
+        // A thread that panics is not attached to Python. Where Python has ended, the memory stays.
+        Python::try_attach(|_| {
+            // SAFETY: this thread is attached to Python, and the view was filled.
+            unsafe { ffi::PyBuffer_Release(&raw mut *self.0) };
+        });
     }
 }
 
@@ -182,7 +191,7 @@ fn is_contiguous(shape: &[i64], strides: &[i64]) -> bool {
     shape.contains(&0)
         || shape.iter().zip(strides).rev().all(|(&size, &stride)| {
             let fits = size == 1 || stride == expected;
-            expected *= size;
+            expected = size.wrapping_mul(expected);
             fits
         })
 }

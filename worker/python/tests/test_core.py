@@ -7,10 +7,12 @@ package is installed.
 import array
 import concurrent.futures
 import contextlib
+import ctypes
 import io
 import os
 import pathlib
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -177,6 +179,24 @@ class Pods(unittest.TestCase):
         self.assertEqual(ended.returncode, 3, ended)
 
 
+class Tensor:
+    """What a library without checks lends: f32 of any ``shape``, by DLPack."""
+
+    def __init__(self, shape):
+        self.shape = (ctypes.c_int64 * len(shape))(*shape)
+        self.memory = (ctypes.c_float * 4)()
+        # DLTensor: data, device, dimensions, type, shape, strides, offset.
+        head = ctypes.addressof(self.memory), 1, 0, len(shape), 2, 32, 1
+        tail = ctypes.addressof(self.shape), 0, 0, 0, 0
+        self.managed = ctypes.create_string_buffer(struct.pack("=QiiiBBHQQQQQ", *head, *tail))
+
+    def __dlpack__(self):
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype = ctypes.py_object
+        new.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+        return new(ctypes.addressof(self.managed), b"dltensor", None)
+
+
 class RingTest(unittest.TestCase):
     """A group of ranks that are threads of one process."""
 
@@ -247,6 +267,12 @@ class RingTest(unittest.TestCase):
         ):
             with self.assertRaisesRegex(error, expected.replace("(", r"\(").replace(")", r"\)")):
                 ring.all_reduce(memory)
+
+    def test_a_tensor_whose_shape_is_no_size_of_memory_is_refused(self):
+        (ring,) = self.connected(1)
+        for shape in ([1 << 62, 4], [-1]):
+            with self.assertRaisesRegex(BufferError, "is no size of memory"):
+                ring.all_reduce(Tensor(shape))
 
 
 @needs_elasticdl
