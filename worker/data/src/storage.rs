@@ -355,6 +355,15 @@ impl Storage {
         Ok(())
     }
 
+    /// Removes the folder at `path` if there is nothing in it, as a writer that has failed leaves
+    /// it. Object stores have no folders.
+    #[doc(hidden)]
+    pub fn remove_if_empty(&self, path: &str) {
+        if let Place::Local(folder) = self.place.at(path) {
+            drop(std::fs::remove_dir(folder));
+        }
+    }
+
     fn name(&self, path: &str) -> String {
         match path {
             "" => self.address.clone(),

@@ -306,6 +306,30 @@ fn a_damaged_checkpoint_is_named_and_the_previous_one_is_used() {
 }
 
 #[test]
+fn an_attempt_that_fails_on_all_ranks_leaves_no_folder() {
+    let (folder, storage) = folder();
+    let dir = folder.path().join("checkpoints here/step-000000000028-7f3a9c21-g1");
+    // The first rank has made it, and the others write into it.
+    std::fs::create_dir_all(&dir).unwrap();
+    let mut ranks = Ranks::new(&storage, fingerprint(), 2, 9);
+    for (rank, writer) in ranks.writers.iter_mut().enumerate() {
+        let (generation, patience) = (Generation(1), Duration::ZERO);
+        let shard = OwnShard { step: 28, generation, rank, world_size: 2, patience };
+        writer.write(shard, state_at(28), (&[f32::NAN; 4], &[]), None);
+        assert!(matches!(next(writer), Completion::Written { result: Err(_), .. }));
+    }
+    assert!(!dir.exists());
+    // A file that is there stays.
+    let name = ranks.write(30).unwrap();
+    let (parameters, slots) = ([f32::NAN; 4], []);
+    let (generation, patience) = (Generation(1), Duration::ZERO);
+    let shard = OwnShard { step: 30, generation, rank: 1, world_size: 2, patience };
+    ranks.writers[1].write(shard, state_at(30), (&parameters, &slots), None);
+    assert!(matches!(next(&mut ranks.writers[1]), Completion::Written { result: Err(_), .. }));
+    assert_eq!(storage.list(&name).unwrap().len(), 3);
+}
+
+#[test]
 fn the_last_checkpoint_is_tried_until_its_folder_takes_it_or_the_job_stops() {
     let (folder, storage) = folder();
     let in_the_way = folder.path().join("checkpoints here");

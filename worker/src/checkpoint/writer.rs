@@ -302,8 +302,12 @@ impl WriterThread {
                     Ok(Written { rows: rows.transpose()?, ..written })
                 });
                 let ms = began.elapsed().as_millis() as u64;
-                if let Ok(Written { bytes, .. }) = result {
-                    tracing::info!(%name, file, bytes, ms, "part written");
+                match result {
+                    Ok(Written { bytes, .. }) => {
+                        tracing::info!(%name, file, bytes, ms, "part written");
+                    }
+                    // The last rank that fails removes the folder that the first one has made.
+                    Err(_) => self.storage.remove_if_empty(&name.to_string()),
                 }
                 // If the store still references the buffer, the next one is newly allocated.
                 if let Ok(floats) = Arc::try_unwrap(floats) {
