@@ -11,6 +11,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::PROGRAMS;
+use crate::inference::InferenceFixture;
 
 const RECORDS: u64 = 3000;
 
@@ -191,6 +192,24 @@ fn a_browser_shows_a_job_whose_worker_was_killed_and_its_report() {
     let counted = format!("data-counted=\"{}\"", ended.summary().records.counted);
     assert!(ledger.contains(&counted) && ledger.contains("data-missing=\"0\""), "{ledger}");
     assert!(tags(&report, "id=\"controls\"")[0].contains("hidden"));
+}
+
+#[test]
+#[ignore = "needs Chromium"]
+fn the_page_of_an_evaluation_has_its_metrics_and_nothing_of_a_training_job() {
+    let (browser, fixture) = (Browser::find(), InferenceFixture::new());
+    assert_eq!(fixture.evaluate(2).run().code, Some(0));
+    let html = fixture.path("report.html");
+    let mut command = Process::new(PROGRAMS.elasticdl);
+    command.arg("report").arg(fixture.path("job")).arg("--html").arg(&html);
+    assert!(command.status().unwrap().success());
+    let page = browser.dump(&format!("file://{}", html.display()));
+    for name in ["harmonic", "loss", "Shards done", "Done", "Time", "Records/s", "Workers"] {
+        assert!(page.contains(&format!("data-name=\"{name}\"")), "{name}: {page}");
+    }
+    for name in ["Loss", "Goodput", "Step", "Epoch", "Generation"] {
+        assert!(!page.contains(&format!("data-name=\"{name}\"")), "{name}: {page}");
+    }
 }
 
 /// Asserts what every page of a job shows that has lost `victim`.

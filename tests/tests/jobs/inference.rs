@@ -21,13 +21,13 @@ const FILES: u64 = 3;
 const SHARD: u64 = 70;
 const BATCH: u64 = 16;
 
-struct InferenceFixture {
+pub(crate) struct InferenceFixture {
     folder: TempDir,
 }
 
 impl InferenceFixture {
     /// Data, and a model with a different value for each record.
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         counting_data(&folder.path().join("data"), RECORDS, FILES).unwrap();
         let bytes: Vec<u8> = (0..RECORDS).flat_map(|i| value(i).to_le_bytes()).collect();
@@ -37,7 +37,7 @@ impl InferenceFixture {
         Self { folder }
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
@@ -54,7 +54,7 @@ impl InferenceFixture {
             .option("worker-timeout", "5s")
     }
 
-    fn evaluate(&self, workers: u32) -> Command {
+    pub(crate) fn evaluate(&self, workers: u32) -> Command {
         self.command("evaluate", &["--inference-micros", "300"])
             .option("num-workers", workers.to_string())
     }
@@ -178,6 +178,13 @@ fn metrics_are_the_same_to_the_bit_for_any_number_of_workers_and_under_kills() {
     let ended = under_kills(fixture.evaluate(3).start());
     check_evaluated(&ended, "under kills");
     assert!(ended.summary().workers.restarts > 3, "{:?}", ended.summary());
+}
+
+#[test]
+fn a_quiet_evaluation_prints_its_metrics_and_nothing_else() {
+    let ended = InferenceFixture::new().evaluate(2).flag("quiet").run();
+    assert_eq!(ended.code, Some(0), "{}", ended.output);
+    assert_eq!(ended.output, format!("harmonic {}\nloss 1\nseen 1\n", expected_mean()));
 }
 
 #[test]

@@ -189,3 +189,27 @@ fn a_refused_job_leaves_the_summary_of_an_earlier_one_and_does_not_name_it() {
     assert!(!format!("{}{}", refused.stdout, refused.stderr).contains("s.json"), "{refused:?}");
     assert_eq!(fs::read(home.path("s.json")).unwrap(), earlier);
 }
+
+#[test]
+fn delete_ended_leaves_running_jobs_which_are_refused_with_the_command_that_stops_them() {
+    let home = Home::new();
+    let train = |name: &str, code: &str, more: &[&str]| {
+        let options = ["train", "--local", "--training-data", "/etc/hostname", "--job-name", name];
+        home.run(&[&options[..], more, &["--", "/bin/sh", "-c", code]].concat()).code
+    };
+    for name in ["a", "b"] {
+        assert_eq!(train(name, "exit 0", &[]), Some(1));
+    }
+    assert_eq!(train("runs", "exec sleep 100", &["--detach"]), Some(0));
+    let refused = home.run(&["delete", "runs"]);
+    assert_eq!(refused.code, Some(1), "{refused:?}");
+    assert!(refused.stderr.contains("is running (master process "), "{refused:?}");
+    assert!(refused.stderr.contains("first stop it: elasticdl stop "), "{refused:?}");
+    let deleted = home.run(&["delete", "--ended"]);
+    assert_eq!((deleted.code, deleted.stdout.lines().count()), (Some(0), 2), "{deleted:?}");
+    let left = home.run(&["list", "--all", "--json"]).stdout;
+    let left: Vec<serde_json::Value> = serde_json::from_str(&left).unwrap();
+    assert_eq!(left.len(), 1, "{left:?}");
+    assert_eq!(left[0]["job"], "runs");
+    assert_eq!(home.run(&["stop", "--force", "runs"]).code, Some(0));
+}
