@@ -25,6 +25,7 @@
 #[cfg(not(target_os = "linux"))]
 compile_error!("elasticdl runs on Linux only: it needs memfd, pidfd and /proc");
 
+mod aborts;
 mod backend_event;
 pub mod certificates;
 pub mod cluster_master;

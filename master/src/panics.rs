@@ -14,13 +14,16 @@ use std::{panic, pin, process, thread};
 
 use tracing::error;
 
+use crate::aborts::report_aborts;
+
 thread_local! {
     static IS_DISPENSABLE: Cell<bool> = const { Cell::new(false) };
 }
 
 /// From now on, a panic of any thread or task of this process ends the process, unless it is
-/// dispensable.
+/// dispensable. An abort says what follows, too.
 pub fn end_process_on_panic() {
+    report_aborts();
     let report = panic::take_hook();
     panic::set_hook(Box::new(move |panicked| {
         if IS_DISPENSABLE.get() {
