@@ -18,11 +18,11 @@ import time
 import torch
 
 import elasticdl.torch as et
-from elasticdl.torch import _gradients, _optimizer
+from elasticdl.torch import _gradients, _training
 
 records, micros, counts, overlap = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 work = sys.argv[5] if len(sys.argv) > 5 else ""
-_optimizer._BUCKET_LEN = max(records // 4, 1)
+_training._BUCKET_LEN = max(records // 4, 1)
 announced = 0
 
 
@@ -34,7 +34,7 @@ class Observed(_gradients.Gradients):
         announced += self._buckets - before
 
 
-_optimizer.Gradients = Observed
+_training.Gradients = Observed
 
 
 class Counts(torch.nn.Module):

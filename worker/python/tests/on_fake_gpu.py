@@ -17,7 +17,7 @@ import fake_streams
 import torch
 
 from elasticdl import _elasticdl, _process, _worker
-from elasticdl.torch import _optimizer, _place, _state
+from elasticdl.torch import _place, _state, _training
 
 
 class FakeGpu(_place.OnGpu):
@@ -106,7 +106,7 @@ driver = ctypes.CDLL("libcuda.so")
 assert driver.fakeBytesCopied, "this is not the fake driver"
 fake_streams.install()
 _place._elasticdl.Gpu = lambda _, open=_elasticdl.Gpu: open(_elasticdl.gpu_ordinal())
-_optimizer.place_of = lambda net: FakeGpu(next(net.parameters()).device)
+_training.place_of = lambda net: FakeGpu(next(net.parameters()).device)
 # So that tensors of the CPU are on the module's device, and numbers alone are on the host.
 _state._HOST = torch.device("meta")
 names = {name: getattr(_elasticdl, name) for name in dir(_elasticdl)}

@@ -16,8 +16,8 @@ from test_torch import run
 SETUP = """
 import torch
 import elasticdl.torch as et
-from elasticdl.torch import _optimizer
-_optimizer._BUCKET_LEN = 7
+from elasticdl.torch import _training
+_training._BUCKET_LEN = 7
 
 def setup(overlap, scaled=False):
     torch.manual_seed(0)

@@ -104,7 +104,7 @@ REFUSALS = (
         "trained by opt.step(), not by commit()",
     ),
     ("job.model(net); job.model(net)", "a job trains one module; call job.model() once"),
-    ("job.optimizer(sgd); job.optimizer(sgd)", "a job has one optimizer"),
+    ("job.optimizer(sgd); job.optimizer(sgd)", "a parameter is in two optimizers"),
     (
         "job.model(net); o = job.optimizer(sgd); next(job.sampler(3)); o.load_state_dict({})",
         "load_state_dict() must be called before the first micro-batch",

@@ -15,6 +15,7 @@ from ._optimizer import Optimizer
 from ._random import number_modules
 from ._scaler import NO_SCALER, Scaler
 from ._tables import Embedding, EmbeddingBag, Lifetime, RowBatches, Rows
+from ._training import Training
 
 
 def join():
@@ -32,7 +33,7 @@ class Job(AnyJob):
     def __init__(self, core):
         super().__init__(core)
         self._net = None
-        self._optimizer = None
+        self._training = None
         self._objects = Objects()
         self._scaler = None
         self._rows = Rows(self._worker)
@@ -63,7 +64,10 @@ class Job(AnyJob):
         if not isinstance(net, torch.nn.Module):
             raise TypeError(f"job.model() takes a torch.nn.Module, not {type(net).__name__}")
         if self._net is not None:
-            raise RuntimeError("a job trains one module; call job.model() once, with all parts")
+            raise RuntimeError(
+                "a job trains one module; call job.model() once, with all parts: "
+                "job.model(torch.nn.ModuleList([first, second]))"
+            )
         check_module(net)
         number_modules(net)
         self._net = net
@@ -72,7 +76,13 @@ class Job(AnyJob):
     def optimizer(
         self, optimizer, *, reduction="mean", clip_norm=None, overlap=True, unfreezes=False
     ):
-        """Declares the optimizer, and returns the :class:`Optimizer` to use in its place.
+        """Declares an optimizer, and returns the :class:`Optimizer` to use in its place.
+
+        A job may have several, of different parameters of the module. Each of them steps once for
+        each micro-batch, with the gradients that its parameters have then. When the last one has,
+        the micro-batch is delivered, and with the step of the group all of them change their
+        parameters: a record counts once, for all. Until then no parameter changes, so a loss that
+        follows the step of one optimizer is still that of its old parameters.
 
         ``reduction``: whether the loss is a mean or a sum over a micro-batch's records. With
         "mean", a step's gradient is the mean over all its records. ``clip_norm``: maximum norm of
@@ -87,11 +97,6 @@ class Job(AnyJob):
         if not isinstance(optimizer, torch.optim.Optimizer):
             kind = type(optimizer).__name__
             raise TypeError(f"job.optimizer() takes a torch.optim.Optimizer, not {kind}")
-        if self._optimizer is not None:
-            raise RuntimeError(
-                "a job has one optimizer; call job.optimizer() once, with all parameters in groups "
-                "(a GAN: one for each part, which change in the same step)"
-            )
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
         if clip_norm is not None and not clip_norm > 0:
@@ -99,8 +104,18 @@ class Job(AnyJob):
         for name, value in ("overlap", overlap), ("unfreezes", unfreezes):
             if value not in (False, True):
                 raise TypeError(f"{name} is {value!r}; it must be a bool")
-        self._optimizer = Optimizer(self, optimizer, reduction, clip_norm, overlap, unfreezes)
-        return self._optimizer
+        training = self._training or Training(self, reduction)
+        mine = Optimizer(training, self._worker, optimizer)
+        training.add(
+            mine,
+            optimizer,
+            reduction=reduction,
+            clip_norm=clip_norm,
+            overlap=overlap,
+            unfreezes=unfreezes,
+        )
+        self._training = training
+        return mine
 
     def scaler(self, scaler):
         """Returns the :class:`Scaler` to use in place of a ``torch.amp.GradScaler``.
@@ -283,6 +298,6 @@ class Job(AnyJob):
             trainable, frozen, buffers = tensors_of(self._net)
             Applied(self, frozen + trainable, buffers).begin()
             return
-        if self._optimizer is None:
+        if self._training is None:
             raise RuntimeError("call job.optimizer() before the first micro-batch is drawn")
-        self._optimizer._begin()
+        self._training.begin()
