@@ -35,7 +35,7 @@ pub use members::Members;
 pub use membership::{Hello, Location, Membership, Phases, Resume, Stall};
 pub use message::{
     CheckpointNews, Committed, Evaluated, Failure, Finished, Heartbeat, Kept, LedgerReport,
-    MasterMessage, RankStep, StepTimes, WorkerMessage,
+    MasterMessage, RankStep, StepTimes, Usage, WorkerMessage,
 };
 pub use ranges::{RangeSet, RecordRange};
 pub use row_touches::{RowTouches, RowTouchesSummary, RowsLoss, TablesStatus};

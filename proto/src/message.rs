@@ -33,6 +33,17 @@ pub struct Heartbeat {
     pub stall: Option<Stall>,
     /// Whether it has been in a group whose members have agreed on a state.
     pub holds_state: bool,
+    /// What its process uses, now and then.
+    pub usage: Option<Usage>,
+}
+
+/// What a worker's process uses of its machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Usage {
+    /// Thousandths of a core, on average since the last report.
+    pub cpu_millicores: u32,
+    /// Resident memory, in bytes.
+    pub memory_bytes: u64,
 }
 
 /// A message from a worker, after its hello.

@@ -137,7 +137,10 @@ impl Status {
                     self.memberships.drain(..older);
                 }
                 1 => self.memberships.clear(),
-                2 => self.events.drain(..self.events.len() / 2).for_each(drop),
+                2 => self.workers.iter_mut().for_each(|worker| {
+                    (worker.cpu, worker.memory_bytes) = (None, None);
+                }),
+                3 => self.events.drain(..self.events.len() / 2).for_each(drop),
                 // The number of workers remains in `workers_desired` and in the metrics.
                 _ => {
                     self.workers_pending.truncate(self.workers_pending.len() / 2);
@@ -206,6 +209,13 @@ pub struct WorkerStatus {
     /// records had been an equal part of the step, has been over 1.5 times the members' median, and
     /// over 5 ms more.
     pub straggler: bool,
+    /// Cores that its process uses, on average over some seconds; `None` if it has not told, as
+    /// without heartbeats.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu: Option<f64>,
+    /// Resident memory of its process, in bytes; `None` if it has not told.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_bytes: Option<u64>,
     /// Memory of the rows of tables that it holds, in bytes; `None` if the model has none.
     #[serde(default)]
     pub table_bytes: Option<u64>,
@@ -279,6 +289,8 @@ pub(crate) mod tests {
             input_us: 100,
             limited_by: Some("compute".into()),
             straggler: true,
+            cpu: Some(1.5),
+            memory_bytes: Some(9_000),
             table_bytes: Some(8_000),
             leased_records: Some(64),
             pod: Some("mnist-w-1".into()),
@@ -374,7 +386,8 @@ pub(crate) mod tests {
             "workers": [{
                 "worker": 1, "pid": 71, "rank": 3, "state": "training", "step": 10,
                 "compute_us": 1500, "share": 0.5, "input_us": 100,
-                "limited_by": "compute", "straggler": true, "table_bytes": 8000,
+                "limited_by": "compute", "straggler": true, "cpu": 1.5, "memory_bytes": 9000,
+                "table_bytes": 8000,
                 "leased_records": 64, "pod": "mnist-w-1", "node": "node-2",
             }],
             "workers_disconnected": [{"worker": 6, "rank": 4, "disconnected_s": 2.5}],

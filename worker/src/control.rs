@@ -34,6 +34,7 @@ use crate::messages::{ControlEvent, Outbox};
 use crate::session::control::{ControlState, WelcomeError};
 use crate::stacks;
 use crate::termination::Termination;
+use crate::usage::UsageReporter;
 
 /// The open stream, as the trainer uses it.
 #[derive(Debug)]
@@ -76,6 +77,7 @@ impl Control {
             stops: Arc::clone(&stops),
             holds_state: Arc::clone(&outbox.holds_state),
             storage: StorageReporter::default(),
+            usage: UsageReporter::default(),
         };
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -110,6 +112,8 @@ struct Stream {
     holds_state: Arc<AtomicBool>,
     /// Reports of waits for storage.
     storage: StorageReporter,
+    /// Reports of what this process uses.
+    usage: UsageReporter,
 }
 
 /// Opens streams to the job's master.
@@ -293,7 +297,9 @@ impl Stream {
                     let stall = self.progress.get().and_then(Progress::stall);
                     let stall = stall.filter(|s| s.since >= heartbeat).map(stall_of);
                     let holds_state = self.holds_state.load(Ordering::Relaxed);
-                    link.send(WorkerMessage::Heartbeat(Heartbeat { stall, holds_state }));
+                    let usage = self.usage.poll();
+                    let heartbeat = Heartbeat { stall, holds_state, usage };
+                    link.send(WorkerMessage::Heartbeat(heartbeat));
                     if let Some(wait) = self.storage.poll() {
                         link.send(wait);
                     }

@@ -79,6 +79,7 @@ mod termination;
 mod trained_model;
 mod trainer;
 mod update;
+mod usage;
 mod weights;
 
 pub use buckets::Gradients;

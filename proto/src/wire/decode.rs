@@ -29,7 +29,7 @@ use crate::members::Members;
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
     CheckpointNews, Evaluated, Failure, Finished, Heartbeat, Kept, LedgerReport, MasterMessage,
-    WorkerMessage,
+    Usage, WorkerMessage,
 };
 use crate::ranges::RecordRange;
 use crate::row_touches::RowTouches;
@@ -125,9 +125,13 @@ fn worker_message(kind: worker_message::Kind) -> Checked<WorkerMessage> {
             step: within("formed.step", formed.step, 0, STEPS_MAX)?,
             ledger: ledger("formed.ledger", formed.ledger)?,
         },
-        Kind::Heartbeat(v1::Heartbeat { stall: waits, holds_state }) => {
+        Kind::Heartbeat(v1::Heartbeat { stall: waits, holds_state, usage }) => {
             let stall = waits.map(stall).transpose()?;
-            WorkerMessage::Heartbeat(Heartbeat { stall, holds_state })
+            let usage = usage.map(|v1::Usage { cpu_millicores, memory_bytes }| Usage {
+                cpu_millicores,
+                memory_bytes,
+            });
+            WorkerMessage::Heartbeat(Heartbeat { stall, holds_state, usage })
         }
         Kind::Hello(_) => return Err("`hello` comes first, and once".into()),
         Kind::LeaseRequest(v1::LeaseRequest { shards }) => WorkerMessage::LeaseRequest {

@@ -16,7 +16,7 @@ use crate::job::{
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
     CheckpointNews, Committed, Evaluated, Failure, Finished, Heartbeat, LedgerReport,
-    MasterMessage, RankStep, StepTimes, WorkerMessage,
+    MasterMessage, RankStep, StepTimes, Usage, WorkerMessage,
 };
 use crate::ranges::RecordRange;
 use crate::row_touches::{RowTouches, TablesStatus};
@@ -82,8 +82,12 @@ fn worker_message(message: WorkerMessage) -> worker_message::Kind {
             let ledger = Some(ledger(report));
             Kind::Formed(v1::Formed { generation: generation.0, step, ledger })
         }
-        WorkerMessage::Heartbeat(Heartbeat { stall: waits, holds_state }) => {
-            Kind::Heartbeat(v1::Heartbeat { stall: waits.map(stall), holds_state })
+        WorkerMessage::Heartbeat(Heartbeat { stall: waits, holds_state, usage }) => {
+            let usage = usage.map(|Usage { cpu_millicores, memory_bytes }| v1::Usage {
+                cpu_millicores,
+                memory_bytes,
+            });
+            Kind::Heartbeat(v1::Heartbeat { stall: waits.map(stall), holds_state, usage })
         }
         WorkerMessage::BestExport { step, kept, error } => {
             let kept_value = kept.as_ref().and_then(|kept| kept.value);

@@ -230,7 +230,11 @@ fn every_message_of_a_worker_keeps_every_field() {
         }),
         WorkerMessage::Formed { generation, step: 2, ledger },
         WorkerMessage::Heartbeat(Heartbeat::default()),
-        WorkerMessage::Heartbeat(Heartbeat { stall: Some(stall), holds_state: true }),
+        WorkerMessage::Heartbeat(Heartbeat {
+            stall: Some(stall),
+            holds_state: true,
+            usage: Some(crate::Usage { cpu_millicores: 1500, memory_bytes: 9 << 30 }),
+        }),
         WorkerMessage::LeaseRequest { shards: 64 },
         WorkerMessage::Leaving,
         WorkerMessage::Ready { parameters: 5 },
@@ -383,7 +387,7 @@ fn a_field_out_of_bounds_is_refused_by_name() {
     let formed = |ledger| Kind::Formed(v1::Formed { generation: 1, step: 1, ledger });
     let with_ranges = |ranges| Kind::Committed(v1::Committed { ranges, ..commit() });
     let slow = v1::Phases { state_us: u64::MAX, ..Default::default() };
-    let beat = v1::Heartbeat { stall: Some(v1::Stall::default()), holds_state: false };
+    let beat = v1::Heartbeat { stall: Some(v1::Stall::default()), ..v1::Heartbeat::default() };
     let table = [
         (Kind::Hello(v1::Hello::default()), "hello"),
         (Kind::Described(v1::Described { outcome: None }), "described.outcome"),

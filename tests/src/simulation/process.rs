@@ -278,7 +278,10 @@ impl World {
         if self.processes[p].control == Control::Open {
             let stall = self.stall(p, heartbeat);
             let holds_state = self.processes[p].trainer.holds_state.load(Ordering::Relaxed);
-            self.send_to_master(p, WorkerMessage::Heartbeat(Heartbeat { stall, holds_state }));
+            self.send_to_master(
+                p,
+                WorkerMessage::Heartbeat(Heartbeat { stall, holds_state, usage: None }),
+            );
         }
         if !is_gone {
             self.clock.after(heartbeat.as_micros() as Micros, Event::Heartbeat { p });

@@ -3,7 +3,7 @@
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command as Process, Stdio};
 
-use elasticdl_proto::{Cause, MembershipChange, Status};
+use elasticdl_proto::{Cause, MembershipChange, Status, WorkerStatus};
 use elasticdl_tests::{JobFixture, Running, send};
 use rustix::process::Signal;
 use tempfile::TempDir;
@@ -46,6 +46,12 @@ fn a_running_job_shows_its_workers_and_what_a_loss_cost() {
     assert_eq!((status.shards, status.records_expected), (None, RECORDS * 100_000), "{status:?}");
     assert!(status.workers.iter().all(|worker| worker.step.is_some()), "{:?}", status.workers);
     assert!(status.records_per_s > 0.0, "{status:?}");
+    job.wait_for("what the workers use", |status| {
+        let uses = |worker: &WorkerStatus| {
+            worker.cpu.is_some_and(|cores| cores > 0.0) && worker.memory_bytes > Some(1 << 20)
+        };
+        status.workers.iter().all(uses)
+    });
     let (victim, pid) = job.workers().into_iter().next_back().unwrap();
     send(pid, Signal::KILL);
     // Once all survivors have reported, the next change finds the membership final.

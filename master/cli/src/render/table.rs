@@ -206,6 +206,8 @@ pub(crate) mod tests {
             leased_records: None,
             step: rank.map(|_| 10),
             straggler: worker == 1,
+            cpu: None,
+            memory_bytes: None,
             table_bytes: None,
             pod: None,
             node: None,

@@ -160,6 +160,9 @@
     ]);
   }
 
+  /** What a worker without contact shows of its work. */
+  const NOTHING = Array(6).fill("–");
+
   function workers(status) {
     const slow = status.workers.filter((worker) => worker.straggler);
     dom.text(dom.id("stragglers"), slow.length === 0 ? "No worker is a straggler."
@@ -174,18 +177,22 @@
         : worker.state,
       worker.share === null ? "–" : text.percent(worker.share),
       ms(worker.compute_us), ms(worker.input_us), worker.limited_by ?? "–",
+      worker.cpu === undefined ? "–" : text.number(Math.round(worker.cpu * 100) / 100),
+      worker.memory_bytes === undefined ? "–"
+        : `${text.number(Math.round(worker.memory_bytes / 1e6))} MB`,
     ]);
     for (const worker of status.workers) away.delete(worker.worker);
     for (const one of away.values()) {
       rows.push([`${one.worker}`, one.rank ?? "–",
-        `disconnected for ${text.duration(one.disconnected_s)}`, "–", "–", "–", "–"]);
+        `disconnected for ${text.duration(one.disconnected_s)}`, ...NOTHING]);
     }
     for (const one of status.workers_pending) {
       const why = one.reason ? `${one.state}: ${one.reason}` : one.state;
-      rows.push([`${one.launch}`, "–", why, "–", "–", "–", "–"]);
+      rows.push([`${one.launch}`, "–", why, ...NOTHING]);
     }
     dom.table(dom.id("workers"),
-      ["worker", "rank", "state", "share", "compute", "input", "limited by"], rows);
+      ["worker", "rank", "state", "share", "compute", "input", "limited by", "cores", "memory"],
+      rows);
   }
 
   function events(history) {

@@ -49,6 +49,7 @@ impl Job {
         let interval = self.spec.heartbeat().unwrap_or_default();
         let Some(w) = self.workers.get_mut(worker) else { return };
         w.note_stall(now, heartbeat.stall, interval);
+        w.usage = heartbeat.usage.or(w.usage);
         if heartbeat.holds_state && w.is_member() && !w.holds_state() {
             w.hold_state();
             self.out.mark_dirty();

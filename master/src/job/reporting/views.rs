@@ -148,7 +148,7 @@ impl Job {
         let last = worker.pace().last().filter(|_| is_member);
         WorkerStatus {
             worker: id,
-            pid: worker.pid(),
+            pid: worker.pid,
             rank: worker.rank(),
             state: state.into(),
             pod: None,
@@ -159,6 +159,8 @@ impl Job {
             input_us: last.map_or(0, |last| last.rank.input_us),
             limited_by: last.map(|last| self.limit_of(last).into()),
             straggler: is_member && worker.pace().is_straggler(now),
+            cpu: worker.usage.map(|usage| f64::from(usage.cpu_millicores) / 1e3),
+            memory_bytes: worker.usage.map(|usage| usage.memory_bytes),
             table_bytes: last.map(|last| last.rank.table_bytes).filter(|&bytes| bytes > 0),
             leased_records: self.data.shards().map(|shards| shards.records_leased_to(id)),
         }

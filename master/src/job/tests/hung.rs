@@ -49,7 +49,7 @@ fn pass(job: &mut Job, (from, until): (u64, u64), workers: &[u64], waiting: &[(u
                 waits_for_next: false,
                 since: Duration::from_millis(ms.saturating_sub(since)),
             });
-            let heartbeat = Heartbeat { stall, holds_state: false };
+            let heartbeat = Heartbeat { stall, holds_state: false, usage: None };
             deliver(job, ms, worker, WorkerMessage::Heartbeat(heartbeat));
         }
         job.handle_timeout(at(ms));
@@ -289,7 +289,7 @@ fn an_only_member_that_stands_still_at_links_of_an_earlier_generation_is_evicted
                 waits_for_next: false,
                 since: Duration::from_millis(ms),
             };
-            let heartbeat = Heartbeat { stall: Some(stall), holds_state: false };
+            let heartbeat = Heartbeat { stall: Some(stall), holds_state: false, usage: None };
             deliver(&mut job, ms, 2, WorkerMessage::Heartbeat(heartbeat));
             job.handle_timeout(at(ms));
         }
@@ -380,7 +380,7 @@ fn watched(num_workers: u32) -> JobSpec {
 fn without_the_reporter(holds_state: bool) -> Job {
     let mut job = published(watched(3), &[40]);
     for worker in [2, 3] {
-        let heartbeat = Heartbeat { stall: None, holds_state };
+        let heartbeat = Heartbeat { stall: None, holds_state, usage: None };
         deliver(&mut job, 0, worker, WorkerMessage::Heartbeat(heartbeat));
     }
     job.handle(at(0), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Signal(9) });

@@ -81,7 +81,11 @@ impl World {
                 self.now,
                 Event::Message {
                     worker,
-                    message: WorkerMessage::Heartbeat(Heartbeat { stall, holds_state: false }),
+                    message: WorkerMessage::Heartbeat(Heartbeat {
+                        stall,
+                        holds_state: false,
+                        usage: None,
+                    }),
                 },
             );
             self.drain_actions();

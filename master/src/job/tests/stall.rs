@@ -48,7 +48,7 @@ fn heartbeat(job: &mut Job, ms: u64, worker: u64, waits: Option<(WaitPosition, u
         at(ms),
         Event::Message {
             worker: WorkerId(worker),
-            message: WorkerMessage::Heartbeat(Heartbeat { stall, holds_state: false }),
+            message: WorkerMessage::Heartbeat(Heartbeat { stall, holds_state: false, usage: None }),
         },
     );
 }

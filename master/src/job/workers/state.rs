@@ -16,7 +16,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use elasticdl_proto::{Committed, Generation, Location};
+use elasticdl_proto::{Committed, Generation, Location, Usage};
 
 use super::heartbeat::{Stalled, is_fresh};
 use super::scheduling::Scheduling;
@@ -115,7 +115,10 @@ pub(crate) struct LastKnown {
 #[derive(Debug)]
 pub(crate) struct Worker {
     address: SocketAddr,
-    pid: u32,
+    /// Process id.
+    pub(crate) pid: u32,
+    /// What its process uses, as far as it has told.
+    pub(crate) usage: Option<Usage>,
     stage: Stage,
     departure: Departure,
     model_state: ModelState,
@@ -381,6 +384,7 @@ impl Worker {
         Self {
             address,
             pid,
+            usage: None,
             stage: Stage::Joining,
             departure: Departure::Stays,
             model_state: ModelState::Missing,
@@ -431,10 +435,6 @@ impl Worker {
 
     pub(crate) fn address(&self) -> SocketAddr {
         self.address
-    }
-
-    pub(crate) fn pid(&self) -> u32 {
-        self.pid
     }
 
     pub(crate) fn stage(&self) -> Stage {
