@@ -78,6 +78,9 @@ pub struct WorkerOptions {
     pub stale_rows: bool,
     /// Whether the optimizer's state is divided over the workers, each part on two of them.
     pub shard_optimizer: bool,
+    /// Data type of the parameters that each worker computes with: other than f32 only with a
+    /// divided optimizer.
+    pub param_dtype: ParamDtype,
     /// The most memory that the rows of tables may take on a worker, in bytes; `None`: any.
     pub table_memory: Option<u64>,
     /// The step after which rows were touched that are exported; `None`: all rows are.
@@ -120,6 +123,7 @@ impl WorkerOptions {
             table_replicas: TABLE_REPLICAS,
             stale_rows: false,
             shard_optimizer: false,
+            param_dtype: ParamDtype::F32,
             table_memory: None,
             export_changes_since: None,
             no_table_look_ahead: false,
@@ -339,6 +343,16 @@ pub enum LinkEncryption {
     Off,
     /// All links.
     On,
+}
+
+/// The data type of the parameters that each worker computes with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ParamDtype {
+    /// Rounded to 8 bits of precision.
+    Bf16,
+    /// Not rounded.
+    #[default]
+    F32,
 }
 
 /// The data type of gradients on the wire.

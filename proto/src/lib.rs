@@ -28,7 +28,8 @@ pub use gpu_instance::gpu_instance;
 pub use ids::{Generation, LaunchId, WorkerId};
 pub use job::{
     Batch, CheckpointEvery, CheckpointSpec, DATA_OF_PROGRAM, Deterministic, Format, LinkEncryption,
-    Shuffle, ShuffleMode, ValidationSpec, Welcome, WireDtype, Work, WorkerOptions, failed_export,
+    ParamDtype, Shuffle, ShuffleMode, ValidationSpec, Welcome, WireDtype, Work, WorkerOptions,
+    failed_export,
 };
 pub use ledger::Ledger;
 pub use members::Members;

@@ -27,6 +27,8 @@ struct Setup {
     /// `None`: the model has no tables.
     table_lag: Option<u8>,
     shards_optimizer: bool,
+    /// Whether the workers have the parameters in bf16.
+    has_half: bool,
 }
 
 impl DeterminismCase {
@@ -52,6 +54,7 @@ impl DeterminismCase {
             name: "data in a store that is unavailable",
             run: |setup| setup.unavailable_storage(),
         },
+        Self { name: "a worker killed in the first step", run: |setup| setup.kill_at_start() },
     ];
 
     /// The cases of transports; they need root and iproute2.
@@ -112,6 +115,16 @@ impl DeterminismCase {
         self.run_setup(&Setup { shards_optimizer: true, ..Setup::new(programs, true) })
     }
 
+    /// As [`run_sharded`](Self::run_sharded), with parameters in bf16.
+    ///
+    /// # Panics
+    /// As above.
+    #[must_use]
+    pub fn run_half(&self, programs: Programs) -> Ended {
+        let setup = Setup::new(programs, true);
+        self.run_setup(&Setup { shards_optimizer: true, has_half: true, ..setup })
+    }
+
     /// Runs the case with `--deterministic`, and a model that has tables, whose steps read rows as
     /// of so many commits before the last one.
     ///
@@ -138,7 +151,13 @@ impl DeterminismCase {
 
 impl Setup {
     fn new(programs: Programs, is_deterministic: bool) -> Self {
-        Self { programs, is_deterministic, table_lag: None, shards_optimizer: false }
+        Self {
+            programs,
+            is_deterministic,
+            table_lag: None,
+            shards_optimizer: false,
+            has_half: false,
+        }
     }
 
     fn fixture(&self, workers: u32, micros_per_record: u64) -> JobFixture {
@@ -159,6 +178,7 @@ impl Setup {
             Some(lag) => command.option("table-lag", lag.to_string()),
             None => command,
         };
+        let command = if self.has_half { command.option("param-dtype", "bf16") } else { command };
         if self.shards_optimizer { command.flag("shard-optimizer") } else { command }
     }
 
@@ -187,6 +207,22 @@ impl Setup {
         job.hurry();
         let ended = job.wait();
         assert!(ended.summary().workers.restarts >= 3, "{:?}", ended.summary().workers);
+        ended
+    }
+
+    /// The state that the group goes on from is the initial one, which another group has created.
+    fn kill_at_start(&self) -> Ended {
+        let fixture = self.fixture(3, 10 * LONG);
+        let mut job = self.command(&fixture).start().keeping(fixture.folder);
+        let members = job.wait_for_members(3);
+        std::thread::sleep(Duration::from_millis(500));
+        let first = members.members().next().expect("there are three");
+        assert_eq!(job.status().step, 0, "a step takes seconds");
+        send(first.pid, Signal::KILL);
+        job.wait_for_members_without(3, &[first.worker]);
+        job.hurry();
+        let ended = job.wait();
+        assert!(ended.summary().workers.restarts > 0, "{:?}", ended.summary().workers);
         ended
     }
 

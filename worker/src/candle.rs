@@ -17,6 +17,7 @@ use elasticdl_data::Predictions;
 use elasticdl_data::Reader;
 
 use crate::buckets::Gradients;
+use crate::half_model::HalfModel;
 use crate::metrics::{Loss, Metrics, UserError};
 use crate::model::{Model, NamedTensor};
 use crate::optimizer::AdamW;
@@ -77,7 +78,8 @@ pub trait CandleModel: 'static {
     /// the parameters of the job.
     ///
     /// Called once, when the worker starts. Keep the tensors and use them in the loss: their values
-    /// are set later, and change at each step. They are f32; a module may convert them.
+    /// are set later, and change at each step. They are f32, or bf16 with `--param-dtype bf16`, for
+    /// which it is called a second time; a module may convert them.
     ///
     /// # Errors
     /// An error ends the job.
@@ -217,7 +219,7 @@ impl<M: CandleModel> Candle<M> {
             Err(error) => (None, Err(error)),
         };
         let (parameters, network) = match device {
-            Ok(device) => Parameters::of(&device, |parameters| model.build(parameters)),
+            Ok(device) => Parameters::of((&device, DType::F32), |p| model.build(p)),
             Err(error) => (Parameters::default(), Err(error)),
         };
         let network = network.map_err(|error| format!("building the network: {error}"));
@@ -326,6 +328,10 @@ impl<M: CandleModel> Model for Candle<M> {
         self.model.bucket_len()
     }
 
+    fn as_half_model(&mut self) -> Option<&mut dyn HalfModel> {
+        Some(self)
+    }
+
     #[cfg(feature = "cuda")]
     fn as_device_model(&mut self) -> Option<&mut dyn crate::device::DeviceModel<Batch = M::Batch>> {
         self.gpu.is_some().then_some(self as _)
@@ -360,6 +366,27 @@ impl<M: CandleModel> Model for Candle<M> {
         let network = built(&self.network)?;
         self.parameters.set(parameters)?;
         self.model.summary(network)
+    }
+}
+
+/// With parameters in the network's variables alone.
+impl<M: CandleModel> HalfModel for Candle<M> {
+    fn begin(&mut self) -> Result<(), UserError> {
+        // The variables in f32 are free before the others need memory.
+        (self.parameters, self.network) = (Parameters::default(), Err(String::new()));
+        let of_cpu = (&Device::Cpu, DType::BF16);
+        let (parameters, network) = Parameters::of(of_cpu, |p| self.model.build(p));
+        (self.parameters, self.uses) = (parameters, Uses::default());
+        self.network = network.map_err(|error| format!("building the network in bf16: {error}"));
+        built(&self.network).map(drop)
+    }
+
+    fn read(&self, start: usize, bits: &mut [u16]) -> Result<(), UserError> {
+        Ok(self.parameters.read(start, bits)?)
+    }
+
+    fn write(&mut self, start: usize, bits: &[u16]) -> Result<(), UserError> {
+        Ok(self.parameters.write(start, bits)?)
     }
 }
 

@@ -47,6 +47,7 @@ mod failure;
 pub mod fuzzing;
 mod gap;
 pub mod guide;
+mod half_model;
 mod inference;
 mod log_output;
 #[doc(hidden)]
@@ -93,6 +94,8 @@ pub use elasticdl_data::{
     ReadOptions, Reader, Skipped, readers, storage,
 };
 pub use elasticdl_tables::{BatchRows, Eviction, Ids, Initialization, RowOptimizer, Table, id_of};
+#[doc(hidden)]
+pub use half_model::HalfModel;
 pub use metrics::{Loss, Metrics, UserError, report_mean, report_sum};
 pub use model::{Model, NamedTensor};
 pub use optimizer::{Adam, AdamW, Optimizer, Sgd};

@@ -9,6 +9,7 @@ use crate::buckets::Gradients;
 use crate::device::DeviceModel;
 use crate::external::Bridge;
 use crate::failure::call_user;
+use crate::half_model::HalfModel;
 use crate::metrics::{Loss, Metrics, UserError};
 use crate::optimizer::Sgd;
 use crate::table_model::TableModel;
@@ -106,6 +107,12 @@ pub trait Model: 'static {
     /// Every call must return the same variant.
     #[cfg(feature = "gpu")]
     fn as_device_model(&mut self) -> Option<&mut dyn DeviceModel<Batch = Self::Batch>> {
+        None
+    }
+
+    /// The parameters in bf16, if the model can compute with such.
+    #[doc(hidden)]
+    fn as_half_model(&mut self) -> Option<&mut dyn HalfModel> {
         None
     }
 

@@ -44,6 +44,7 @@ pub(crate) struct HostState {
     /// Optimizer state: `[slots · parameters]`.
     pub(crate) slots: StateBuffer,
     /// This worker's gradient, summed over its records of the step. No all-reduce writes to it.
+    /// `[parameters]`, also if a model has these in bf16 and `parameters` is empty.
     pub(crate) gradient: Vec<f32>,
     /// All-reduced gradient of the last committed step, retained for ranks that are one step
     /// behind.
@@ -111,7 +112,7 @@ impl Tensors {
         match self {
             Self::Device { state, .. } => state.size(),
             Self::Host { state, .. } => {
-                ModelSize { parameters: state.parameters.len(), slots: state.slots.len() }
+                ModelSize { parameters: state.gradient.len(), slots: state.slots.len() }
             }
         }
     }
@@ -141,7 +142,10 @@ impl Tensors {
                 state.load(Tensor::Slots, &slots)?;
                 Ok(filled)
             }
-            Self::Host { state, .. } => fill(state.parameters.writable(), state.slots.writable()),
+            Self::Host { state, .. } => {
+                let HostState { parameters, slots, gradient, .. } = state;
+                fill(HostState::created(parameters, gradient), slots.writable())
+            }
         }
     }
 
@@ -290,7 +294,7 @@ impl Tensors {
         };
         let buffer = match tensor {
             Tensor::Retained => writable(&mut state.retained),
-            Tensor::Parameters => state.parameters.writable(),
+            Tensor::Parameters => HostState::created(&mut state.parameters, &mut state.gradient),
             Tensor::Reduced => &mut state.reduced,
             Tensor::Slots => state.slots.writable(),
         };
@@ -373,6 +377,17 @@ impl HostState {
         let empty = Self::of(StateBuffer::zeros(0), StateBuffer::zeros(0));
         let (parameters, gradient) = (StateBuffer::zeros(parameters), zeros(parameters));
         Self { parameters, gradient, ..empty }
+    }
+
+    /// As [`sharded`](Self::sharded), without parameters, which a model has in bf16.
+    pub(crate) fn sharded_half(parameters: usize) -> Self {
+        Self { gradient: zeros(parameters), ..Self::sharded(0) }
+    }
+
+    /// Where parameters are created, or received that were: in place of the gradient, which is not
+    /// in use before the first step, if a model has the parameters in bf16.
+    fn created<'a>(parameters: &'a mut StateBuffer, gradient: &'a mut [f32]) -> &'a mut [f32] {
+        if parameters.is_empty() { gradient } else { parameters.writable() }
     }
 
     /// The state in memory of a program.

@@ -556,6 +556,7 @@ mod feed;
 mod fetch;
 mod finish;
 mod gpu;
+mod half;
 mod incoming;
 mod job_checkpoints;
 mod lost_rows;

@@ -103,7 +103,7 @@ pub use reporting::lifetimes::{WorkerLifetime, WorkerTimes};
 pub use reporting::views::Snapshot;
 pub use spec::{
     Batch, CheckpointEvery, CheckpointSpec, Format, JobSpec, LinkEncryption, OnNonfinite,
-    OnRowsLost, Shuffle, ShuffleMode, SpecError, ValidationSpec, WireDtype, Work,
+    OnRowsLost, ParamDtype, Shuffle, ShuffleMode, SpecError, ValidationSpec, WireDtype, Work,
 };
 pub use spec::{MAX_WORKERS_PER_POD, multiples_near};
 pub use text::{counted, format_metrics, format_value};

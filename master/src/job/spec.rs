@@ -7,8 +7,8 @@ use elasticdl_proto::limits::{
     CHANNELS_MAX, TABLE_LAG_MAX, TABLE_REPLICAS, TABLE_REPLICAS_MAX, WORKERS_MAX,
 };
 pub use elasticdl_proto::{
-    Batch, CheckpointEvery, CheckpointSpec, Format, LinkEncryption, Shuffle, ShuffleMode,
-    ValidationSpec, WireDtype, Work,
+    Batch, CheckpointEvery, CheckpointSpec, Format, LinkEncryption, ParamDtype, Shuffle,
+    ShuffleMode, ValidationSpec, WireDtype, Work,
 };
 use elasticdl_proto::{Deterministic, WorkerOptions};
 use serde::{Deserialize, Serialize};
@@ -90,6 +90,9 @@ pub struct JobSpec {
     /// Whether the optimizer's state is divided over the workers, each part on two of them.
     #[serde(default)]
     pub shard_optimizer: bool,
+    /// Data type of the parameters that each worker computes with.
+    #[serde(default)]
+    pub param_dtype: ParamDtype,
     /// The most memory that the rows of tables may take on a worker, in bytes; `None`: any.
     pub table_memory: Option<u64>,
     /// The step after which rows of tables were touched that are exported; `None`: all rows are.
@@ -173,6 +176,7 @@ impl JobSpec {
             table_replicas: TABLE_REPLICAS,
             on_rows_lost: OnRowsLost::default(),
             shard_optimizer: false,
+            param_dtype: ParamDtype::F32,
             table_memory: None,
             export_changes_since: None,
             no_table_look_ahead: false,
@@ -236,6 +240,7 @@ impl JobSpec {
             table_replicas: self.table_replicas,
             stale_rows: self.on_rows_lost == OnRowsLost::Stale,
             shard_optimizer: self.shard_optimizer,
+            param_dtype: self.param_dtype,
             table_memory: self.table_memory,
             export_changes_since: self.export_changes_since,
             no_table_look_ahead: self.no_table_look_ahead,
@@ -327,6 +332,9 @@ impl JobSpec {
         }
         if self.table_lag > TABLE_LAG_MAX {
             return one_of("table_lag", self.table_lag.to_string(), "from 0 to 16");
+        }
+        if self.param_dtype == ParamDtype::Bf16 && !self.shard_optimizer {
+            return one_of("param_dtype", "bf16".into(), "f32 without --shard-optimizer");
         }
         if self.epochs == 0 {
             return one_of("epochs", "0".into(), "at least 1");

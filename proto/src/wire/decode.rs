@@ -15,8 +15,8 @@ use super::v1::{self, master_message, worker_message};
 use crate::files::{FileList, ListedFile};
 use crate::ids::{Generation, LaunchId, WorkerId};
 use crate::job::{
-    Batch, CheckpointEvery, CheckpointSpec, Deterministic, Format, LinkEncryption, Shuffle,
-    ShuffleMode, ValidationSpec, Welcome, WireDtype, Work, WorkerOptions,
+    Batch, CheckpointEvery, CheckpointSpec, Deterministic, Format, LinkEncryption, ParamDtype,
+    Shuffle, ShuffleMode, ValidationSpec, Welcome, WireDtype, Work, WorkerOptions,
 };
 use crate::limits::{
     BATCH_RECORDS_MAX, CHANNELS_MAX, CHECKPOINT_NAME_BYTES_MAX, DATASET_FILES_MAX,
@@ -351,6 +351,12 @@ fn options(options: v1::Options) -> Checked<WorkerOptions> {
         v1::WireDtype::F16 => WireDtype::F16,
         v1::WireDtype::F32 => WireDtype::F32,
     };
+    // A worker that guessed would train other parameters than the group.
+    let param_dtype = match v1::ParamDtype::try_from(options.param_dtype) {
+        Ok(v1::ParamDtype::Bf16) => ParamDtype::Bf16,
+        Ok(v1::ParamDtype::F32) => ParamDtype::F32,
+        Err(_) => return Err("options.param_dtype: must be a choice that is known".into()),
+    };
     // A worker that does not know a newer choice must not send in plain what should be encrypted.
     let link_encryption = match v1::LinkEncryption::try_from(options.link_encryption) {
         Ok(v1::LinkEncryption::Auto) => LinkEncryption::Auto,
@@ -400,6 +406,7 @@ fn options(options: v1::Options) -> Checked<WorkerOptions> {
         table_replicas: table_replicas as u8,
         stale_rows: options.stale_rows,
         shard_optimizer: options.shard_optimizer,
+        param_dtype,
         table_memory: options.table_memory,
         export_changes_since: options.export_changes_since,
         no_table_look_ahead: options.no_table_look_ahead,

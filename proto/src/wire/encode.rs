@@ -10,8 +10,8 @@ use super::v1::{self, master_message, worker_message};
 use crate::files::FileList;
 use crate::ids::WorkerId;
 use crate::job::{
-    Batch, CheckpointEvery, CheckpointSpec, Format, LinkEncryption, Shuffle, ShuffleMode,
-    ValidationSpec, Welcome, WireDtype, Work, WorkerOptions,
+    Batch, CheckpointEvery, CheckpointSpec, Format, LinkEncryption, ParamDtype, Shuffle,
+    ShuffleMode, ValidationSpec, Welcome, WireDtype, Work, WorkerOptions,
 };
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
@@ -252,6 +252,10 @@ fn options(options: WorkerOptions) -> v1::Options {
         WireDtype::F16 => v1::WireDtype::F16,
         WireDtype::F32 => v1::WireDtype::F32,
     };
+    let param_dtype = match options.param_dtype {
+        ParamDtype::Bf16 => v1::ParamDtype::Bf16,
+        ParamDtype::F32 => v1::ParamDtype::F32,
+    };
     let link_encryption = match options.link_encryption {
         LinkEncryption::Auto => v1::LinkEncryption::Auto,
         LinkEncryption::Off => v1::LinkEncryption::Off,
@@ -278,6 +282,7 @@ fn options(options: WorkerOptions) -> v1::Options {
         table_replicas: options.table_replicas.into(),
         stale_rows: options.stale_rows,
         shard_optimizer: options.shard_optimizer,
+        param_dtype: param_dtype.into(),
         table_memory: options.table_memory,
         export_changes_since: options.export_changes_since,
         no_table_look_ahead: options.no_table_look_ahead,

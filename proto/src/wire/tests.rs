@@ -337,6 +337,7 @@ fn options() -> WorkerOptions {
         table_replicas: 3,
         stale_rows: true,
         shard_optimizer: true,
+        param_dtype: crate::ParamDtype::Bf16,
         table_memory: Some(1 << 20),
         export_changes_since: Some(7),
         no_table_look_ahead: true,

@@ -48,6 +48,27 @@ fn so_do_evicted_workers_another_master_and_a_resumed_job() {
     assert_same_bits(&DeterminismCase::DISTURBED[3..6]);
 }
 
+/// Asserts that the cases with parameters in bf16 have the bits of one such worker.
+fn assert_same_bits_of_half(cases: &[DeterminismCase]) {
+    static DIGEST: OnceLock<String> = OnceLock::new();
+    let of = |case: &DeterminismCase| digest(&case.run_half(DETERMINISTIC));
+    let expected = DIGEST.get_or_init(|| of(&DeterminismCase::UNDISTURBED[0]));
+    assert!(cases.iter().all(|case| of(case) == *expected), "{cases:?}");
+}
+
+#[test]
+fn parameters_in_bf16_have_the_same_bits_with_any_number_of_workers() {
+    assert_same_bits_of_half(&DeterminismCase::UNDISTURBED[1..4]);
+}
+
+#[test]
+fn so_do_those_of_workers_that_are_killed_join_and_leave_and_of_a_resumed_job() {
+    assert_same_bits_of_half(&DeterminismCase::DISTURBED[..3]);
+    assert_same_bits_of_half(&DeterminismCase::DISTURBED[5..6]);
+    // In the first step too.
+    assert_same_bits_of_half(&DeterminismCase::DISTURBED[8..]);
+}
+
 /// A job of this many workers that counts in the optimizer's state, of three chunks.
 fn fixture(workers: u32) -> JobFixture {
     let fixture = JobFixture::new(PROGRAMS, workers);
@@ -132,4 +153,13 @@ fn a_model_whose_state_can_not_be_divided_is_refused_with_the_reason() {
     };
     refused(&[], "does not say that it is element-wise");
     refused(&["--slots", "--tables"], "the model has tables");
+}
+
+#[test]
+fn a_model_that_can_not_compute_with_bf16_is_refused_with_the_reason() {
+    let fixture = JobFixture { program_options: &["--slots"], ..fixture(2) };
+    let ended = fixture.command(1).flag("shard-optimizer").option("param-dtype", "bf16").run();
+    let reason = "--param-dtype bf16 can't be used for this job: only candle models";
+    assert!(ended.code != Some(0) && ended.output.contains(reason), "{}", ended.output);
+    assert_eq!(ended.summary().steps, 0);
 }

@@ -165,8 +165,13 @@ fn add(gradient: &Tensor, sum: &mut [f32]) -> candle_core::Result<()> {
                 *sum += value;
             }
         }
+        (Storage::Cpu(CpuStorage::BF16(values)), Some((start, end))) => {
+            for (sum, value) in sum.iter_mut().zip(&values[start..end]) {
+                *sum += value.to_f32();
+            }
+        }
         _ => candle_core::bail!(
-            "a parameter's gradient must be a contiguous tensor of f32 on the CPU"
+            "a parameter's gradient must be a contiguous tensor of f32 or bf16 on the CPU"
         ),
     }
     Ok(())

@@ -5,7 +5,9 @@ use std::f64::consts::TAU;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Shape, Tensor, Var, bail};
+use candle_core::{
+    CpuStorage, DType, Device, InplaceOp1, Layout, Shape, Storage, Tensor, Var, bail,
+};
 use candle_nn::Init;
 use candle_nn::init::NormalOrUniform;
 use candle_nn::var_builder::{SimpleBackend, VarBuilder};
@@ -21,6 +23,8 @@ pub(super) struct Parameters {
     pub(super) variables: Vec<Var>,
     /// Number of elements of all tensors.
     pub(super) len: usize,
+    /// Whether the variables are bf16, not f32.
+    pub(super) are_half: bool,
 }
 
 /// A parameter tensor.
@@ -39,20 +43,25 @@ pub struct Declared {
 }
 
 impl Parameters {
-    /// Builds a network on `device`. Returns the parameters that it asked for, all 0.
+    /// Builds a network on `device`. Returns the parameters that it asked for, of type `dtype`, all
+    /// 0.
     pub(super) fn of<N>(
-        device: &Device,
+        (device, dtype): (&Device, DType),
         build: impl FnOnce(VarBuilder<'static>) -> Result<N, UserError>,
     ) -> (Self, Result<N, UserError>) {
-        let open = Arc::new(Mutex::new(Some(Open::default())));
-        let backend: Box<dyn SimpleBackend> = Box::new(Declarations(Arc::clone(&open)));
-        let network = build(VarBuilder::from_backend(backend, DType::F32, device.clone()));
+        let parameters = Self { are_half: dtype == DType::BF16, ..Self::default() };
+        let open = Arc::new(Mutex::new(Some(Open { parameters, indices: BTreeMap::new() })));
+        let backend: Box<dyn SimpleBackend> = Box::new(Declarations(Arc::clone(&open), dtype));
+        let network = build(VarBuilder::from_backend(backend, dtype, device.clone()));
         let parameters = lock(&open).take().map(|open| open.parameters).unwrap_or_default();
         (parameters, network)
     }
 
-    /// Copies `values`, `[len]`, into the variables.
+    /// Copies `values`, `[len]`, into the variables, unless these are [half](Self::are_half).
     pub(super) fn set(&self, values: &[f32]) -> Result<(), UserError> {
+        if self.are_half {
+            return Ok(());
+        }
         if values.len() != self.len {
             let (given, declared) = (values.len(), self.len);
             return Err(format!("got {given} parameters, but the network has {declared}").into());
@@ -61,6 +70,46 @@ impl Parameters {
             variable.inplace_op1(&Overwrite(&values[declared.range.clone()]))?;
         }
         Ok(())
+    }
+
+    /// Calls `copy` for each variable with some of the `len` elements from `start` on: with these
+    /// elements, and their place in the range.
+    fn for_each_in(
+        &self,
+        start: usize,
+        len: usize,
+        mut copy: impl FnMut(Tensor, Range<usize>) -> candle_core::Result<()>,
+    ) -> candle_core::Result<()> {
+        for (Declared { range, .. }, variable) in self.declared.iter().zip(&self.variables) {
+            let (from, to) = (range.start.max(start), range.end.min(start + len));
+            if from < to {
+                let elements = variable.as_tensor().detach().flatten_all()?;
+                let elements = elements.narrow(0, from - range.start, to - from)?;
+                copy(elements, from - start..to - start)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies the variables, which are [half](Self::are_half), from element `start` on.
+    pub(super) fn read(&self, start: usize, bits: &mut [u16]) -> candle_core::Result<()> {
+        self.for_each_in(start, bits.len(), |elements, place| {
+            let (storage, layout) = elements.storage_and_layout();
+            match (&*storage, layout.contiguous_offsets()) {
+                (Storage::Cpu(CpuStorage::BF16(values)), Some((from, to))) => {
+                    bits[place].copy_from_slice(bytemuck::cast_slice(&values[from..to]));
+                    Ok(())
+                }
+                _ => bail!("a parameter must be a contiguous tensor of bf16"),
+            }
+        })
+    }
+
+    /// Overwrites the variables, which are [half](Self::are_half), from element `start` on.
+    pub(super) fn write(&self, start: usize, bits: &[u16]) -> candle_core::Result<()> {
+        self.for_each_in(start, bits.len(), |elements, place| {
+            elements.inplace_op1(&OverwriteHalf(&bits[place]))
+        })
     }
 }
 
@@ -112,7 +161,7 @@ struct Open {
 
 /// Declares each parameter that is asked for; `None` once the network is built.
 #[derive(Debug)]
-struct Declarations(Arc<Mutex<Option<Open>>>);
+struct Declarations(Arc<Mutex<Option<Open>>>, DType);
 
 impl SimpleBackend for Declarations {
     fn get(
@@ -123,9 +172,10 @@ impl SimpleBackend for Declarations {
         dtype: DType,
         device: &Device,
     ) -> candle_core::Result<Tensor> {
-        if dtype != DType::F32 {
+        if dtype != self.1 {
+            let own = self.1.as_str();
             return refused(format!(
-                "parameter {name}: {dtype:?}; parameters are f32: convert the tensor after it"
+                "parameter {name}: {dtype:?}; parameters are {own}: convert the tensor after it"
             ));
         }
         if name.ends_with("running_mean") || name.ends_with("running_var") {
@@ -151,7 +201,7 @@ impl SimpleBackend for Declarations {
             // A name that is asked for again is the same tensor, as with candle's `VarMap`.
             return Ok(known.as_tensor().clone());
         }
-        let variable = Var::zeros(&shape, DType::F32, device)?;
+        let variable = Var::zeros(&shape, dtype, device)?;
         let range = parameters.len..parameters.len + variable.elem_count();
         parameters.len = range.end;
         indices.insert(name.to_owned(), parameters.variables.len());
@@ -185,6 +235,25 @@ fn lock(open: &Mutex<Option<Open>>) -> MutexGuard<'_, Option<Open>> {
 /// An error without the backtrace that candle adds on request, as the text is for users.
 fn refused<T>(text: String) -> candle_core::Result<T> {
     Err(candle_core::Error::Msg(text))
+}
+
+/// Overwrites elements of a variable in bf16 in place.
+struct OverwriteHalf<'a>(&'a [u16]);
+
+impl InplaceOp1 for OverwriteHalf<'_> {
+    fn name(&self) -> &'static str {
+        "overwrite-half"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
+        match (storage, layout.contiguous_offsets()) {
+            (CpuStorage::BF16(values), Some((start, end))) => {
+                values[start..end].copy_from_slice(bytemuck::cast_slice(self.0));
+                Ok(())
+            }
+            _ => bail!("a parameter must be a contiguous tensor of bf16"),
+        }
+    }
 }
 
 /// Overwrites a variable's values in place.

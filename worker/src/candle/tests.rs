@@ -59,10 +59,11 @@ impl CandleModel for TwoLayers {
     ) -> Result<Loss<Tensor>, UserError> {
         let [first, second, shift] = network;
         let (inputs, targets) = batch;
-        let hidden = cuts.cut(&inputs.matmul(first)?.tanh()?)?;
+        let hidden = cuts.cut(&inputs.to_dtype(first.dtype())?.matmul(first)?.tanh()?)?;
         // With the transpose, the second layer's gradient is not in the layout of the parameter.
-        let outputs = hidden.matmul(&second.t()?)?.squeeze(1)?;
-        let squares = (outputs.broadcast_add(shift)? - targets)?.sqr()?;
+        let outputs = hidden.matmul(&second.t()?)?.squeeze(1)?.to_dtype(DType::F32)?;
+        let shift = shift.to_dtype(DType::F32)?;
+        let squares = (outputs.broadcast_add(&shift)? - targets)?.sqr()?;
         Ok(match self.is_mean {
             true => Loss::Mean(squares.mean_all()?),
             false => Loss::Sum(squares.sum_all()?),
@@ -157,6 +158,31 @@ fn a_backward_pass_in_segments_computes_the_same_gradient() {
         [15, 0],
         "the end of the first layer, once the second is complete"
     );
+}
+
+#[test]
+fn variables_in_bf16_are_read_and_written_across_their_bounds_and_have_the_gradient() {
+    let (mut model, parameters) = start(1);
+    let (loss, expected) = gradients(&mut model, &parameters, records());
+    let rounded: Vec<u16> = parameters.iter().map(|p| half::bf16::from_f32(*p).to_bits()).collect();
+    let half = model.as_half_model().unwrap();
+    half.begin().unwrap();
+    half.write(0, &rounded[..20]).unwrap();
+    half.write(20, &rounded[20..]).unwrap();
+    for range in [0..28, 3..5, 14..27] {
+        let mut bits = vec![0; range.len()];
+        half.read(range.start, &mut bits).unwrap();
+        assert_eq!(bits, rounded[range]);
+    }
+    // The slice of parameters is empty.
+    let mut found = vec![0.0; 28];
+    let sum = add_gradients(&mut model, &[], records(), &mut found);
+    assert!((sum / loss - 1.0).abs() < 0.02, "{sum} is not {loss}");
+    for (found, expected) in found.iter().zip(&expected) {
+        assert!((found - expected).abs() < 0.02 * expected.abs() + 0.1, "{found}, not {expected}");
+    }
+    let names = |model: &Candle<TwoLayers>| model.tensors();
+    assert_eq!(names(&model), names(&start(1).0));
 }
 
 #[test]
@@ -283,7 +309,7 @@ fn modules_of_candle_nn_train_with_a_loss_alone_and_share_tensors_by_name() {
         let same = candle_nn::linear(3, 4, parameters.pp("encode"))?;
         Ok((encode, norm, same))
     };
-    let (parameters, network) = Parameters::of(&Device::Cpu, build);
+    let (parameters, network) = Parameters::of((&Device::Cpu, DType::F32), build);
     let (encode, norm, same) = network.unwrap();
     let found: Vec<_> =
         parameters.declared.iter().map(|d| (d.name.as_str(), d.range.clone())).collect();
@@ -307,7 +333,7 @@ fn modules_of_candle_nn_train_with_a_loss_alone_and_share_tensors_by_name() {
 #[test]
 fn parameters_that_workers_could_not_agree_on_are_refused() {
     let error = |build: fn(VarBuilder<'static>) -> candle_core::Result<Tensor>| {
-        let (parameters, built) = Parameters::of(&Device::Cpu, |p| Ok(build(p)?));
+        let (parameters, built) = Parameters::of((&Device::Cpu, DType::F32), |p| Ok(build(p)?));
         assert!(built.is_err() || parameters.len == 0);
         built.unwrap_err().to_string()
     };
@@ -317,7 +343,7 @@ fn parameters_that_workers_could_not_agree_on_are_refused() {
     assert!(statistics.contains("use a layer or group normalization"), "{statistics}");
     let unknown = error(|p| p.get_unchecked("a"));
     assert!(unknown.contains("needs a shape"), "{unknown}");
-    let (_, kept) = Parameters::of(&Device::Cpu, Ok);
+    let (_, kept) = Parameters::of((&Device::Cpu, DType::F32), Ok);
     let late = kept.unwrap().get(2, "late").unwrap_err().to_string();
     assert!(late.contains("before build() returns"), "{late}");
 }

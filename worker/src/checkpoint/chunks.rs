@@ -10,17 +10,31 @@ use super::rows;
 use super::table_rows::ChunkedSlots;
 
 impl ChunkedSlots {
-    /// Reads the whole state of the optimizer, `[slots, parameters]`.
+    /// Reads what is wanted of the chunks: the parameters, if they are there, and the optimizer's
+    /// state, `[slots, parameters]`.
     pub(super) fn read(
         &self,
         folder: &Storage,
-        parameters: usize,
-        slots: &mut [f32],
+        manifest: &Manifest,
+        parameters: Option<&mut [f32]>,
+        mut slots: Option<&mut [f32]>,
     ) -> Result<(), LoadError> {
-        let layout = self.layout(parameters, slots.len());
+        let mut parameters = parameters.filter(|_| self.has_parameters);
+        if parameters.is_none() && slots.is_none() {
+            return Ok(());
+        }
+        let layout = self.layout(manifest.parameters as usize, manifest.slots as usize);
         rows::read_chunks(folder, &self.files, &|_| true, &mut |chunk, bytes| {
             let saved = decode(&layout, chunk, bytes)?;
-            layout.paste(chunk, saved.slots(), slots);
+            let range = layout.range(chunk);
+            let first = if self.has_parameters { range.len() } else { 0 };
+            let (of_parameters, of_slots) = saved.slots().split_at(first);
+            if let Some(parameters) = &mut parameters {
+                parameters[range].copy_from_slice(of_parameters);
+            }
+            if let Some(slots) = &mut slots {
+                layout.paste(chunk, of_slots, slots);
+            }
             Ok(())
         })
     }
@@ -34,20 +48,26 @@ pub(super) fn read(
     manifest: &Manifest,
     wanted: &[u32],
 ) -> Result<Vec<SavedChunk>, LoadError> {
-    let layout = fingerprint.layout();
+    let (layout, has_parameters) = (fingerprint.layout(), fingerprint.chunks_have_parameters);
+    let is_same = |saved: &&ChunkedSlots| {
+        saved.chunk_len == layout.chunk_len as u64 && saved.has_parameters == has_parameters
+    };
     let mut chunks = Vec::new();
-    match &manifest.optimizer {
-        Some(saved) if saved.chunk_len == layout.chunk_len as u64 => {
+    match manifest.optimizer.as_ref().filter(is_same) {
+        Some(saved) => {
             let take = &mut |chunk, bytes: &[u8]| {
                 chunks.push(decode(&layout, chunk, bytes)?);
                 Ok(())
             };
             rows::read_chunks(folder, &saved.files, &|chunk| wanted.contains(&chunk), take)?;
         }
-        _ => {
-            let mut slots = vec![0.0; fingerprint.slots];
-            read_tensors(folder, manifest, None, Some(&mut slots))?;
-            chunks.extend(wanted.iter().map(|&chunk| layout.cut(chunk, &slots)));
+        None => {
+            let first = if has_parameters { fingerprint.parameters } else { 0 };
+            let mut state = vec![0.0; first + fingerprint.slots];
+            let (parameters, slots) = state.split_at_mut(first);
+            let parameters = Some(parameters).filter(|_| has_parameters);
+            read_tensors(folder, manifest, parameters, Some(slots))?;
+            chunks.extend(wanted.iter().map(|&chunk| layout.cut(chunk, &state)));
         }
     }
     Ok(chunks)

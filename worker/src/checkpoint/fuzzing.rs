@@ -53,5 +53,6 @@ fn fingerprint() -> JobFingerprint {
         program: None,
         tables: Vec::new(),
         shards_optimizer: false,
+        chunks_have_parameters: false,
     }
 }

@@ -444,10 +444,8 @@ pub(super) fn load(
     let wants_slots = slots.len() as u64 == manifest.slots;
     let wanted = if wants_slots { Some(&mut *slots) } else { None };
     read_tensors(folder, &manifest, Some(&mut *parameters), wanted)?;
-    match &manifest.optimizer {
-        Some(chunked) if wants_slots => chunked.read(folder, parameters.len(), slots)?,
-        Some(chunked) => rows::check_chunks(folder, &chunked.files)?,
-        None => {}
+    if let Some(chunked) = manifest.optimizer.as_ref().filter(|_| !wants_slots) {
+        rows::check_chunks(folder, &chunked.files)?;
     }
     if !(is_finite(parameters) && is_finite(slots)) {
         return Err(LoadError::Damaged("it contains a NaN or an infinity".into()));
@@ -458,8 +456,8 @@ pub(super) fn load(
     Ok(manifest)
 }
 
-/// Reads the parameters and the optimizer's state, or one of them, from the shards that have some
-/// of it.
+/// Reads the parameters and the optimizer's state, or one of them, from the shards and chunks that
+/// have some of it.
 pub(super) fn read_tensors(
     folder: &Storage,
     manifest: &Manifest,
@@ -481,7 +479,8 @@ pub(super) fn read_tensors(
             [target(&mut parameters, of_parameters, first), target(&mut slots, of_slots, second)];
         read_shard(folder, shard, floats)?;
     }
-    Ok(())
+    let chunked = manifest.optimizer.as_ref();
+    chunked.map_or(Ok(()), |chunked| chunked.read(folder, manifest, parameters, slots))
 }
 
 /// Where a range of a tensor goes, if it is wanted.

@@ -41,17 +41,21 @@ pub(crate) struct JobFingerprint {
     pub(crate) tables: Vec<Table>,
     /// Whether the optimizer's state is divided over the workers.
     pub(crate) shards_optimizer: bool,
+    /// Whether the parameters are divided with it, as the workers have them in bf16 alone.
+    pub(crate) chunks_have_parameters: bool,
 }
 
 impl JobFingerprint {
     /// How the optimizer's state is divided, if it is.
     pub(super) fn layout(&self) -> ChunkLayout {
-        ChunkLayout::new(self.parameters, self.slots / self.parameters.max(1))
+        let more = usize::from(self.chunks_have_parameters);
+        ChunkLayout::new(self.parameters, self.slots / self.parameters.max(1) + more)
     }
 
     /// Number of floats that the ranks write in equal parts.
     pub(super) fn floats(&self) -> usize {
-        self.parameters + if self.shards_optimizer { 0 } else { self.slots }
+        let parameters = if self.chunks_have_parameters { 0 } else { self.parameters };
+        parameters + if self.shards_optimizer { 0 } else { self.slots }
     }
 }
 
@@ -74,7 +78,7 @@ impl From<&Plan> for BestMetric {
 /// A checkpoint's manifest. Its field names are a public format.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Manifest {
-    /// [`FORMAT`].
+    /// [`FORMAT`], or [`FORMAT_OF_CHUNKED_PARAMETERS`].
     pub(super) format: String,
     pub(super) job: String,
     pub(super) run: String,
@@ -168,7 +172,10 @@ impl Manifest {
         let has_tables = !fingerprint.tables.is_empty();
         let file = |f: &elasticdl_data::File| DataFile { path: f.path.clone(), records: f.records };
         Self {
-            format: FORMAT.into(),
+            format: match fingerprint.chunks_have_parameters {
+                true => FORMAT_OF_CHUNKED_PARAMETERS.into(),
+                false => FORMAT.into(),
+            },
             job: fingerprint.job.clone(),
             run: fingerprint.run.clone(),
             written_at,
@@ -238,9 +245,10 @@ impl Manifest {
             return Err("its digest does not match: it has changed".into());
         }
         let manifest: Self = serde_json::from_str(&whole).map_err(|error| error.to_string())?;
-        if manifest.format != FORMAT {
+        if ![FORMAT, FORMAT_OF_CHUNKED_PARAMETERS].contains(&&*manifest.format) {
             return Err(format!(
-                "its format is `{}`; this program reads `{FORMAT}`",
+                "its format is `{}`; this program reads `{FORMAT}` and \
+                 `{FORMAT_OF_CHUNKED_PARAMETERS}`",
                 manifest.format
             ));
         }
@@ -261,11 +269,13 @@ impl Manifest {
             }
             at = *end;
         }
-        let slots = if self.optimizer.is_some() { 0 } else { self.slots };
-        if self.parameters.checked_add(slots) != Some(at) {
+        let chunked = self.optimizer.as_ref();
+        let has_parameters = chunked.is_none_or(|chunked| !chunked.has_parameters);
+        let parameters = if has_parameters { self.parameters } else { 0 };
+        let slots = if chunked.is_some() { 0 } else { self.slots };
+        if parameters.checked_add(slots) != Some(at) {
             return Err(format!("its shards end at float {at}"));
         }
-        let chunked = self.optimizer.as_ref();
         chunked.map_or(Ok(()), |chunked| chunked.check(self.parameters, self.slots))
     }
 
@@ -373,6 +383,8 @@ pub(super) fn shard_range(total: usize, rank: usize, world_size: usize) -> Range
 }
 
 pub(super) const FORMAT: &str = "elasticdl checkpoint 1";
+/// The parameters are in the chunks of the optimizer's state.
+pub(super) const FORMAT_OF_CHUNKED_PARAMETERS: &str = "elasticdl checkpoint 2";
 
 const DIGEST: &str = ",\"digest\":\"";
 
@@ -411,6 +423,7 @@ pub(super) mod tests {
             program: None,
             tables: Vec::new(),
             shards_optimizer: false,
+            chunks_have_parameters: false,
         }
     }
 
@@ -510,7 +523,7 @@ pub(super) mod tests {
         assert!(changed(|m| m.shards[1].end = 19).contains("after 19"));
         assert!(changed(|m| m.shards[2].bytes = 39).contains("in 39 bytes"));
         assert!(changed(|m| drop(m.shards.pop())).contains("end at float 20"));
-        assert!(changed(|m| m.format = "elasticdl checkpoint 2".into()).contains("checkpoint 2"));
+        assert!(changed(|m| m.format = "elasticdl checkpoint 3".into()).contains("checkpoint 3"));
     }
 
     #[test]

@@ -41,6 +41,9 @@ pub(super) struct Chain {
 pub(super) struct ChunkedSlots {
     /// Number of parameters of a chunk; the last one may have fewer.
     pub(super) chunk_len: u64,
+    /// Whether the first slot of each parameter is the parameter itself, which is nowhere else.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) has_parameters: bool,
     /// A file has the same form as one of rows. A chunk is `[slots, parameters of the chunk]`.
     pub(super) files: Vec<RowsFile>,
 }
@@ -53,7 +56,9 @@ impl ChunkedSlots {
         of_ranks: &[Vec<u32>],
     ) -> Self {
         let chunk_len = fingerprint.layout().chunk_len as u64;
-        Self { chunk_len, files: RowsFile::of_ranks(fingerprint, parts, of_ranks) }
+        let has_parameters = fingerprint.chunks_have_parameters;
+        let files = RowsFile::of_ranks(fingerprint, parts, of_ranks);
+        Self { chunk_len, has_parameters, files }
     }
 
     /// Checks that each chunk of a state of this size lies in one file.
@@ -66,8 +71,8 @@ impl ChunkedSlots {
 
     /// Of a state of this size.
     pub(super) fn layout(&self, parameters: usize, slots: usize) -> ChunkLayout {
-        let chunk_len = self.chunk_len as usize;
-        ChunkLayout { parameters, slots: slots / parameters.max(1), chunk_len }
+        let (chunk_len, more) = (self.chunk_len as usize, usize::from(self.has_parameters));
+        ChunkLayout { parameters, slots: slots / parameters.max(1) + more, chunk_len }
     }
 }
 

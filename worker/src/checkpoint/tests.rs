@@ -79,7 +79,10 @@ impl Ranks {
         step: u64,
         owned: Vec<Option<(Vec<Vec<u32>>, SavedPart)>>,
     ) -> Result<String, String> {
-        let (parameters, mut slots) = state(&self.fingerprint, step);
+        let (mut parameters, mut slots) = state(&self.fingerprint, step);
+        if self.fingerprint.chunks_have_parameters {
+            parameters.clear();
+        }
         if self.fingerprint.shards_optimizer {
             slots.clear();
         }

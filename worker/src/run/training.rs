@@ -8,7 +8,7 @@ use std::time::Duration;
 use elasticdl_collective::Endpoint;
 use elasticdl_data::worker::set_stop_flag;
 use elasticdl_data::{Dataset, Purpose};
-use elasticdl_proto::{Deterministic, WireDtype, Work, WorkerOptions};
+use elasticdl_proto::{Deterministic, ParamDtype, WireDtype, Work, WorkerOptions};
 use elasticdl_tables::{ChunkLayout, Chunks, Table};
 
 use super::export_best;
@@ -88,8 +88,14 @@ impl Training<'_> {
         if shards {
             check_sharding(&mut model, &*rule, &specs).map_err(Failure::fatal)?;
         }
+        let is_half = options.param_dtype == ParamDtype::Bf16;
+        if is_half {
+            begin_half(&mut model, shards).map_err(Failure::fatal)?;
+        }
+        let on_host = |state| Tensors::Host { group: None, state };
         let tensors = match shards {
-            true => Tensors::Host { group: None, state: HostState::sharded(size.parameters) },
+            true if is_half => on_host(HostState::sharded_half(size.parameters)),
+            true => on_host(HostState::sharded(size.parameters)),
             false => tensors_on(&mut model, size, options.wire_dtype)?,
         };
         let computes_on_gpu = matches!(tensors, Tensors::Device { .. });
@@ -110,7 +116,7 @@ impl Training<'_> {
             tables.looks_ahead = false;
         }
         let sharded = shards.then(|| {
-            let layout = ChunkLayout::new(size.parameters, rule.slots());
+            let layout = ChunkLayout::new(size.parameters, rule.slots() + usize::from(is_half));
             let chunks = Chunks::of_optimizer(worker.0, layout);
             ShardedOptimizer::new(chunks, &*rule, model.bucket_len())
         });
@@ -197,6 +203,16 @@ fn check_sharding<M: Model>(
         return Ok(());
     };
     Err(format!("--shard-optimizer can't be used for this job: {why}; train it without"))
+}
+
+/// The model computes with parameters in bf16 from here on.
+fn begin_half<M: Model>(model: &mut M, shards_optimizer: bool) -> Result<(), String> {
+    let why = match model.as_half_model() {
+        _ if !shards_optimizer => "it needs --shard-optimizer",
+        Some(half) => return call_user("build()", || half.begin()),
+        None => "only candle models have parameters of that type",
+    };
+    Err(format!("--param-dtype bf16 can't be used for this job: {why}"))
 }
 
 /// The model's update rule, with settings that are in their ranges.

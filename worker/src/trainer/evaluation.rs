@@ -52,10 +52,12 @@ impl<M: Model> Trainer<'_, M> {
     }
 
     fn scores(&mut self, blocks: Range<u64>) -> Result<Result<Scores, Unscored>, Stopped> {
-        let Some(validation) = &self.validation else { return Ok(Ok(Scores::default())) };
+        let Some(records) = self.validation.as_ref().map(|validation| validation.plan.records)
+        else {
+            return Ok(Ok(Scores::default()));
+        };
         // A model with non-finite parameters is never the best one, whatever its scores.
-        let is_finite = self.tensors.parameters_are_finite()?;
-        let records = validation.plan.records;
+        let is_finite = self.parameters_are_finite()?;
         let mut scores = Scores { records, first_block: blocks.start, ..Scores::default() };
         let mut failed = None;
         for block in self.rounds(&blocks)? {

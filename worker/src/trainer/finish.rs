@@ -48,7 +48,7 @@ impl<M: Model> Trainer<'_, M> {
             None => None,
         };
         let parameters_are_finite =
-            self.tensors.parameters_are_finite()? && rows.is_none_or(|rows| rows.are_finite);
+            self.parameters_are_finite()? && rows.is_none_or(|rows| rows.are_finite);
         let arrived = RefCell::default();
         let exported = match self.tables.as_ref().and_then(|tables| tables.exported.clone()) {
             Some(exported) => {
@@ -128,7 +128,7 @@ impl<M: Model> Trainer<'_, M> {
             _ => self.patience_of_end(),
         };
         let (inbox, machine) = (self.inbox, Arc::clone(&self.machine));
-        let parameters = self.tensors.to_host(Tensor::Parameters)?;
+        let parameters = self.exported_parameters()?;
         let rows = match self.tables.as_mut().filter(|_| self.exports.is_any()) {
             Some(tables) => RowExport::new(Some((tables, self.tensors.group_mut()?))),
             None => RowExport::new(None),
@@ -208,7 +208,7 @@ impl<M: Model> Trainer<'_, M> {
             return Ok(());
         }
         let best = self.session.best_now().filter(|_| is_new && self.session.is_verified());
-        let parameters = best.map(|_| self.tensors.to_host(Tensor::Parameters)).transpose()?;
+        let parameters = best.map(|_| self.exported_parameters()).transpose()?;
         let rows = match &mut self.tables {
             Some(tables) => RowExport::new(Some((tables, self.tensors.group_mut()?))),
             None => RowExport::new(None),

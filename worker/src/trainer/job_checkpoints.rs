@@ -7,7 +7,7 @@ use bytes::Bytes;
 use elasticdl_collective::Secret;
 use elasticdl_data::Dataset;
 use elasticdl_data::storage::Storage;
-use elasticdl_proto::WorkerOptions;
+use elasticdl_proto::{ParamDtype, WorkerOptions};
 use elasticdl_tables::Table;
 
 use crate::checkpoint::{
@@ -142,6 +142,7 @@ fn locate(
         program: None,
         tables: Vec::new(),
         shards_optimizer: options.shard_optimizer,
+        chunks_have_parameters: options.param_dtype == ParamDtype::Bf16,
     };
     let exclusive = options.checkpoints.as_ref().is_some_and(|spec| spec.exclusive);
     Ok((Locations { own, from, exclusive, passed_over: Vec::new() }, fingerprint))

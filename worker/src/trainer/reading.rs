@@ -52,6 +52,7 @@ impl<M: Model> Trainer<'_, M> {
             Some(state) => self.tensors.digest(state)?,
             None => self.tensors.window_digest(self.session.step())?,
         };
+        let digest = digest ^ self.half_window_digest()?;
         let mut mine = self.session.header(digest);
         let leaves = self.session.is_leaving() || self.session.program_failure().is_some();
         let owns = self.tables.is_some() || self.sharded.is_some();

@@ -1,5 +1,6 @@
 //! A sharded optimizer on the trainer: each rank holds the optimizer's state of some chunks of the
-//! parameters, and all parameters.
+//! parameters, and all parameters. If these are in bf16, in a model's memory, the chunks also have
+//! the f32 parameters that are updated, the masters.
 //!
 //! ```text
 //!   compute ── all-reduce per bucket, of which a rank keeps the sums of its chunks ──► staged
@@ -14,11 +15,14 @@
 //! a broken group has left is overwritten there.
 
 use std::collections::BTreeMap;
+use std::mem;
 use std::ops::Range;
 
 use elasticdl_collective::{CollectiveError, Communicator};
 use elasticdl_proto::{Generation, WorkerId};
 use elasticdl_tables::{ChunkLayout, ChunkSums, Chunks, OwnedHeader, StepCommit};
+use half::bf16;
+use half::slice::HalfFloatSliceExt as _;
 
 use super::Trainer;
 use super::peers::{Peers, Source, all_have_read, refused};
@@ -26,6 +30,7 @@ use super::row_tables::{LostRows, Regrouped, exchange};
 use super::stopped::{Stopped, decode_all, state_mismatch};
 use crate::buckets::{self, Bucket, BucketSums, Cut};
 use crate::failure::{Failure, call_user};
+use crate::half_model::HalfModel;
 use crate::machine::{CheckpointStore, Group};
 use crate::model::Model;
 use crate::optimizer::squares;
@@ -37,6 +42,9 @@ use crate::update::{Update, UpdateRule};
 #[derive(Debug)]
 pub(crate) struct ShardedOptimizer {
     chunks: Chunks,
+    /// Whether the first slot of each parameter is the parameter in f32, of which the ranks have
+    /// the rounded one alone.
+    has_masters: bool,
     sums: StepSums,
     pub(super) peers: Peers,
     /// Whether this rank has the parameters of its step.
@@ -69,10 +77,12 @@ impl ShardedOptimizer {
     /// `bucket_len`: of the model, if it has buckets.
     pub(crate) fn new(chunks: Chunks, rule: &dyn UpdateRule, bucket_len: Option<usize>) -> Self {
         let layout = chunks.layout();
+        let has_masters = layout.slots > rule.slots();
         let clips = rule.as_optimizer().is_some_and(|rule| rule.norm_limit().is_some());
         let bucket_len = bucket_len.unwrap_or(BUCKET_LEN_MAX).min(BUCKET_LEN_MAX);
         Self {
             chunks,
+            has_masters,
             sums: StepSums {
                 layout,
                 bucket_len: bucket_len.max(1).next_multiple_of(layout.chunk_len),
@@ -97,6 +107,11 @@ impl ShardedOptimizer {
     /// This worker's chunks.
     pub(crate) fn chunks(&self) -> &Chunks {
         &self.chunks
+    }
+
+    /// Whether the chunks have the parameters in f32, and the ranks the rounded ones.
+    pub(super) fn has_masters(&self) -> bool {
+        self.has_masters
     }
 
     /// Whether this rank has the parameters of its step.
@@ -131,7 +146,7 @@ impl ShardedOptimizer {
     pub(super) fn begin_sums(&mut self) -> &mut impl BucketSums {
         let StepSums { layout, sums, are_finite, .. } = &mut self.sums;
         *are_finite = true;
-        let mut spare = std::mem::take(sums);
+        let mut spare = mem::take(sums);
         for chunk in (0..layout.chunks()).filter(|&chunk| self.chunks.needs_sum(chunk)) {
             let zeros = || vec![0.0; layout.range(chunk).len()];
             sums.insert(chunk, spare.remove(&chunk).unwrap_or_else(zeros));
@@ -156,7 +171,7 @@ impl ShardedOptimizer {
             self.chunks.receive_copies(&received)?;
         }
         let norm = self.sums.squares.as_ref().map(|squares| squares.iter().sum::<f64>().sqrt());
-        self.chunks.stage(ChunkSums { sums: std::mem::take(&mut self.sums.sums), norm });
+        self.chunks.stage(ChunkSums { sums: mem::take(&mut self.sums.sums), norm });
         Ok(())
     }
 
@@ -180,8 +195,11 @@ impl ShardedOptimizer {
         let mut applied = Ok(());
         let commit = StepCommit { generation: of, divisor: records as f32, is_applied };
         let sums = self.chunks.commit(commit, |chunk| {
-            let parameters = &mut parameters[chunk.range];
-            let update = Update::new(step, records, chunk.sum, parameters, chunk.slots);
+            let (parameters, slots) = match self.has_masters {
+                true => chunk.slots.split_at_mut(chunk.sum.len()),
+                false => (&mut parameters[chunk.range], chunk.slots),
+            };
+            let update = Update::new(step, records, chunk.sum, parameters, slots);
             let update = Update { norm: chunk.norm, ..update };
             if applied.is_ok() {
                 applied = call_user("the update", || rule.apply(update));
@@ -201,24 +219,40 @@ impl ShardedOptimizer {
 
     /// Replaces the parameters of all chunks by those of their owners, unless all ranks have those
     /// of their step.
-    fn gather(&mut self, group: &mut dyn Group, parameters: &mut [f32]) -> Result<(), Stopped> {
+    fn gather<R: Replica>(
+        &mut self,
+        group: &mut dyn Group,
+        replica: &mut R,
+    ) -> Result<(), Stopped> {
         if self.is_gathered {
             return Ok(());
         }
-        let (layout, world, me) = (self.chunks.layout(), group.world_size(), group.rank());
-        self.scratch.resize(GATHERED_LEN_MAX.max(layout.chunk_len).min(layout.parameters), 0.0);
-        let per_bucket = (self.scratch.len() / layout.chunk_len).max(1) as u32;
+        let Self { chunks, scratch, is_gathered, .. } = self;
+        let (layout, world, me) = (chunks.layout(), group.world_size(), group.rank());
+        scratch.resize(GATHERED_LEN_MAX.max(layout.chunk_len).min(layout.parameters), 0.0);
+        let scratch: &mut [R::Parameter] = bytemuck::cast_slice_mut(scratch);
+        let per_bucket = (scratch.len() / layout.chunk_len).max(1) as u32;
         let mut first = 0;
-        while first < layout.chunks() && world > 1 {
-            let chunks = first..(first + per_bucket).min(layout.chunks());
+        while first < layout.chunks() && (world > 1 || !R::IS_OF_UPDATE) {
+            let bucket = first..(first + per_bucket).min(layout.chunks());
             let mut of_ranks: Vec<Vec<Range<usize>>> = vec![Vec::new(); world];
-            chunks.clone().for_each(|c| of_ranks[self.chunks.owner(c)].push(layout.range(c)));
-            let mine: Vec<f32> =
-                of_ranks[me].iter().flat_map(|range| &parameters[range.clone()]).copied().collect();
+            let mut mine = Vec::new();
+            for chunk in bucket.clone() {
+                let (owner, range) = (chunks.owner(chunk), layout.range(chunk));
+                if owner == me {
+                    let slots = chunks.slots_of(chunk).expect("the owner holds the chunk");
+                    replica.give(range.clone(), slots, &mut mine)?;
+                }
+                of_ranks[owner].push(range);
+            }
+            first = bucket.end;
+            if world == 1 {
+                continue;
+            }
             let mut send: Vec<&[u8]> = vec![bytemuck::cast_slice(&mine); world];
             // What this rank has stays where it is.
             send[me] = &[];
-            let mut rest = &mut self.scratch[..];
+            let mut rest = &mut *scratch;
             let mut receive = Vec::with_capacity(world);
             for (rank, ranges) in of_ranks.iter().enumerate() {
                 let len = if rank == me { 0 } else { ranges.iter().map(Range::len).sum() };
@@ -227,25 +261,25 @@ impl ShardedOptimizer {
                 rest = others;
             }
             group.exchange_into(&send, &mut receive)?;
-            let mut rest = &self.scratch[..];
+            let mut rest = &*scratch;
             let others = of_ranks.iter().enumerate().filter(|(rank, _)| *rank != me);
             for range in others.flat_map(|(_, ranges)| ranges) {
                 let (part, later) = rest.split_at(range.len());
-                parameters[range.clone()].copy_from_slice(part);
+                replica.take(range.clone(), part)?;
                 rest = later;
             }
-            first = chunks.end;
         }
-        self.is_gathered = true;
+        *is_gathered = true;
         Ok(())
     }
 
     /// All ranks are at `step`. They agree on who holds which chunks, and read those of a
-    /// checkpoint if the state comes from there.
+    /// checkpoint if the state comes from there. `created`: the parameters in f32, if this group
+    /// has created them.
     fn regroup(
         &mut self,
         group: &mut dyn Group,
-        step: u64,
+        (step, created): (u64, Option<&[f32]>),
         members: &[WorkerId],
         store: &mut dyn CheckpointStore,
     ) -> Result<Regrouped<u32>, Stopped> {
@@ -254,8 +288,9 @@ impl ShardedOptimizer {
         self.counted = None;
         let members = self.peers.members(members);
         let of_group = (group.generation(), members);
-        if step == 0 {
-            self.chunks.create(of_group.0, of_group.1);
+        let masters = if self.has_masters { created } else { Some(&[][..]) };
+        if let Some(masters) = masters.filter(|_| step == 0) {
+            self.chunks.create_with(of_group.0, of_group.1, masters);
             self.lost = None;
             return Ok(Regrouped::Agreed);
         }
@@ -312,6 +347,74 @@ impl ShardedOptimizer {
     }
 }
 
+/// What all ranks have of the parameters.
+trait Replica {
+    /// A parameter as it is sent.
+    type Parameter: bytemuck::Pod;
+    /// Whether the update of a chunk has changed its parameters here.
+    const IS_OF_UPDATE: bool;
+
+    /// Appends the parameters of a chunk that this rank owns, with these slots.
+    fn give(
+        &mut self,
+        range: Range<usize>,
+        slots: &[f32],
+        to: &mut Vec<Self::Parameter>,
+    ) -> Result<(), Failure>;
+
+    /// Takes in the parameters of a chunk that another rank owns.
+    fn take(&mut self, range: Range<usize>, from: &[Self::Parameter]) -> Result<(), Failure>;
+}
+
+/// All parameters, in f32.
+struct Floats<'a>(&'a mut [f32]);
+
+impl Replica for Floats<'_> {
+    type Parameter = f32;
+    const IS_OF_UPDATE: bool = true;
+
+    fn give(&mut self, range: Range<usize>, _: &[f32], to: &mut Vec<f32>) -> Result<(), Failure> {
+        to.extend_from_slice(&self.0[range]);
+        Ok(())
+    }
+
+    fn take(&mut self, range: Range<usize>, from: &[f32]) -> Result<(), Failure> {
+        self.0[range].copy_from_slice(from);
+        Ok(())
+    }
+}
+
+/// All parameters, in bf16 in the model's memory.
+struct Rounded<'a> {
+    model: &'a mut dyn HalfModel,
+    /// Those of a chunk.
+    parameters: Vec<bf16>,
+}
+
+impl Replica for Rounded<'_> {
+    type Parameter = u16;
+    const IS_OF_UPDATE: bool = false;
+
+    fn give(
+        &mut self,
+        range: Range<usize>,
+        slots: &[f32],
+        to: &mut Vec<u16>,
+    ) -> Result<(), Failure> {
+        let mut parameters = mem::take(&mut self.parameters);
+        parameters.resize(range.len(), bf16::ZERO);
+        parameters.convert_from_f32_slice(&slots[..range.len()]);
+        to.extend_from_slice(bytemuck::cast_slice(&parameters));
+        self.take(range, bytemuck::cast_slice(&parameters))?;
+        self.parameters = parameters;
+        Ok(())
+    }
+
+    fn take(&mut self, range: Range<usize>, from: &[u16]) -> Result<(), Failure> {
+        call_user("write()", || self.model.write(range.start, from)).map_err(Failure::local)
+    }
+}
+
 impl BucketSums for StepSums {
     fn cut(&self) -> Cut {
         Cut::FromStart(self.bucket_len)
@@ -356,7 +459,7 @@ impl<M: Model> Trainer<'_, M> {
         } else if is_empty {
             self.tensors.clear_gradient()?;
         }
-        let summed = std::mem::replace(&mut self.summed, Ok(0))?;
+        let summed = mem::replace(&mut self.summed, Ok(0))?;
         let (Some(sharded), Tensors::Host { group: Some(group), state }) =
             (&mut self.sharded, &mut self.tensors)
         else {
@@ -410,21 +513,34 @@ impl<M: Model> Trainer<'_, M> {
 
     /// Gathers the parameters of this rank's step.
     pub(super) fn gather_parameters(&mut self) -> Result<(), Stopped> {
-        match (&mut self.sharded, &mut self.tensors) {
-            (Some(sharded), Tensors::Host { group: Some(group), state }) => {
-                sharded.gather(&mut **group, state.parameters.writable())
+        let (Some(sharded), Tensors::Host { group: Some(group), state }) =
+            (&mut self.sharded, &mut self.tensors)
+        else {
+            return Ok(());
+        };
+        match self.model.as_half_model().filter(|_| sharded.has_masters) {
+            Some(model) => {
+                let mut replica = Rounded { model, parameters: Vec::new() };
+                sharded.gather(&mut **group, &mut replica)
             }
-            _ => Ok(()),
+            None => sharded.gather(&mut **group, &mut Floats(state.parameters.writable())),
         }
     }
 
     /// The ranks agree on who holds which chunks, and gather the parameters. Returns `false` if the
     /// group goes back.
     pub(super) fn regroup_chunks(&mut self) -> Result<bool, Stopped> {
-        let Some(sharded) = &mut self.sharded else { return Ok(true) };
+        let (Some(sharded), Tensors::Host { group, state }) =
+            (&mut self.sharded, &mut self.tensors)
+        else {
+            return Ok(true);
+        };
+        let group = &mut **group.as_mut().ok_or(CollectiveError::Aborted { generation: 0 })?;
         let members = self.session.members();
         let (step, store) = (self.session.step(), &mut *self.checkpoints.store);
-        match sharded.regroup(self.tensors.group_mut()?, step, members, store)? {
+        let created = self.session.state().map(|state| state.created);
+        let created = Some(&*state.gradient).filter(|_| created == Some(group.generation()));
+        match sharded.regroup(group, (step, created), members, store)? {
             Regrouped::Agreed => self.gather_parameters().map(|()| true),
             Regrouped::Lost(chunks) if !self.session.follows_loss() => {
                 // Those that left the group at its end may have them, and come back.

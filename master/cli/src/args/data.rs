@@ -3,7 +3,9 @@
 use std::num::NonZeroU64;
 
 use clap::Args;
-use elasticdl_master::job::{LinkEncryption, OnRowsLost, Shuffle, ShuffleMode, WireDtype};
+use elasticdl_master::job::{
+    LinkEncryption, OnRowsLost, ParamDtype, Shuffle, ShuffleMode, WireDtype,
+};
 use elasticdl_master::limits::TABLE_REPLICAS;
 
 use super::values::{self, Choices};
@@ -114,6 +116,16 @@ pub(crate) struct TuningOptions {
     /// element-wise; not for PyTorch, models on GPUs or models with tables.
     #[arg(long)]
     pub(crate) shard_optimizer: bool,
+
+    /// Data type of the parameters that each worker computes with: bf16 needs --shard-optimizer.
+    ///
+    /// With bf16, each worker holds 2 bytes per parameter, and the f32 numbers that the optimizer
+    /// changes are divided over the workers with its state. Checkpoints have these; an exported
+    /// model has the rounded ones, in f32. For candle models, whose network then gets bf16 tensors;
+    /// not for PyTorch or models on GPUs.
+    #[arg(long, value_name = "DTYPE", default_value = "f32",
+          value_parser = values::choice(PARAM_DTYPES))]
+    pub(crate) param_dtype: ParamDtype,
 
     /// Number of workers that hold each row of the model's tables, 1 to 3.
     ///
@@ -238,6 +250,11 @@ const SHUFFLES: Choices<ShuffleMode> = &[
     ("block", ShuffleMode::Block, "Blocks, and the records within each few consecutive blocks"),
     ("none", ShuffleMode::None, "Nothing: the order of the data"),
     ("record", ShuffleMode::Record, "All records"),
+];
+/// Values of `--param-dtype`.
+const PARAM_DTYPES: Choices<ParamDtype> = &[
+    ("bf16", ParamDtype::Bf16, "Rounded to 8 bits of precision"),
+    ("f32", ParamDtype::F32, "Not rounded"),
 ];
 /// Values of `--wire-dtype`.
 const WIRE_DTYPES: Choices<WireDtype> = &[

@@ -86,6 +86,7 @@ mod tests {
             "num-epochs",
             "on-nonfinite",
             "on-rows-lost",
+            "param-dtype",
             "restart-without-checkpoint",
             "resume",
             "resume-from",

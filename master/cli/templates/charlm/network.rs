@@ -1,7 +1,7 @@
 //! A transformer that predicts the next byte of a text: blocks of causal attention and a
 //! feed-forward network, each after a normalization.
 
-use elasticdl::candle_core::{self, D, Tensor};
+use elasticdl::candle_core::{self, D, DType, Tensor};
 use elasticdl::candle_nn::{Init, VarBuilder};
 
 use crate::ops::{causal_softmax, rms_norm};
@@ -76,16 +76,18 @@ impl Transformer {
     pub(crate) fn logits(&self, windows: &Tensor) -> candle_core::Result<Tensor> {
         let (count, length) = windows.dims2()?;
         let width = self.embedding.dim(1)?;
-        let bytes = self.embedding.index_select(&windows.flatten_all()?, 0)?;
-        let positions = self.positions.narrow(0, 0, length)?;
+        // In f32, so that the gradients of many bytes are added in it.
+        let embedding = self.embedding.to_dtype(DType::F32)?;
+        let bytes = embedding.index_select(&windows.flatten_all()?, 0)?;
+        let positions = self.positions.to_dtype(DType::F32)?.narrow(0, 0, length)?;
         let state = bytes.reshape((count, length, width))?.broadcast_add(&positions)?;
         let mut state = state.reshape((count * length, width))?;
         for block in &self.blocks {
             state = (&state + block.attention(count, &rms_norm(&state)?)?)?;
-            let wide = rms_norm(&state)?.matmul(&block.widen)?.relu()?;
-            state = (&state + wide.matmul(&block.narrow)?)?;
+            let wide = product(&rms_norm(&state)?, &block.widen)?.relu()?;
+            state = (&state + product(&wide, &block.narrow)?)?;
         }
-        rms_norm(&state)?.matmul(&self.head)
+        product(&rms_norm(&state)?, &self.head)
     }
 }
 
@@ -94,7 +96,7 @@ impl Block {
     fn attention(&self, windows: usize, state: &Tensor) -> candle_core::Result<Tensor> {
         let (rows, width) = state.dims2()?;
         let (length, depth) = (rows / windows, width / HEADS);
-        let all = state.matmul(&self.attend)?.reshape((windows, length, 3, HEADS, depth))?;
+        let all = product(state, &self.attend)?.reshape((windows, length, 3, HEADS, depth))?;
         let part = |i: usize| {
             let part = all.narrow(2, i, 1)?.squeeze(2)?.transpose(1, 2)?.contiguous()?;
             part.reshape((windows * HEADS, length, depth))
@@ -104,6 +106,12 @@ impl Block {
             (queries.matmul(&keys.transpose(D::Minus1, D::Minus2)?)? / (depth as f64).sqrt())?;
         let seen = causal_softmax(&scores)?.matmul(&values)?;
         let seen = seen.reshape((windows, HEADS, length, depth))?.transpose(1, 2)?;
-        seen.reshape((rows, width))?.matmul(&self.merge)
+        product(&seen.reshape((rows, width))?, &self.merge)
     }
+}
+
+/// The product of a state and a matrix, computed in the matrix's type: bf16 with `--param-dtype
+/// bf16`. The state and the result are f32.
+fn product(state: &Tensor, matrix: &Tensor) -> candle_core::Result<Tensor> {
+    state.to_dtype(matrix.dtype())?.matmul(matrix)?.to_dtype(DType::F32)
 }

@@ -105,6 +105,7 @@ fn an_invalid_option_is_refused_with_its_name_and_valid_values() {
             &["--deterministic", "--global-batch-size"],
         ),
         (&["--deterministic", "--wire-dtype", "bf16"], &["--deterministic", "--wire-dtype f32"]),
+        (&["--param-dtype", "bf16"], &["param_dtype", "f32 without --shard-optimizer"]),
         (
             &["--deterministic", "--global-batch-size", "4096", "--micro-batch", "1"],
             &["--deterministic", "--micro-batch 4 or more"],
@@ -536,6 +537,7 @@ fn the_help_names_each_option_within_100_columns() {
         "--channels",
         "--link-encryption",
         "--shard-optimizer",
+        "--param-dtype",
         "--table-replicas",
         "--table-lag",
         "--on-rows-lost",

@@ -7,10 +7,10 @@ use std::time::Duration;
 use clap::Parser;
 use elasticdl::readers::FixedRecords;
 use elasticdl::{
-    AdamW, BatchRows, Gradients, Ids, Loss, Model, NamedTensor, RowOptimizer, Table, TableModel,
-    UpdateRule, UserError,
+    AdamW, BatchRows, Gradients, HalfModel, Ids, Loss, Model, NamedTensor, RowOptimizer, Table,
+    TableModel, UpdateRule, UserError,
 };
-use elasticdl_tests::{counting_reader, numbers};
+use elasticdl_tests::{HalfParameters, counting_reader, numbers};
 
 /// Learns a function of the record's number.
 #[derive(Debug, Parser)]
@@ -30,6 +30,8 @@ pub(crate) struct Mlp {
     /// Add rows of two tables to the embedding.
     #[arg(long)]
     tables: bool,
+    #[arg(skip)]
+    half: HalfParameters,
 }
 
 /// A record, and the places of its rows in both tables.
@@ -108,6 +110,10 @@ impl Model for Mlp {
         self.tables.then_some(self as _)
     }
 
+    fn as_half_model(&mut self) -> Option<&mut dyn HalfModel> {
+        Some(self.half.of(USED.max(self.parameters)))
+    }
+
     fn reader(&self) -> FixedRecords {
         counting_reader()
     }
@@ -136,6 +142,7 @@ impl Model for Mlp {
         gradients: &mut Gradients<'_>,
     ) -> Result<Loss, UserError> {
         self.delay(batch.len());
+        let parameters = &self.half.or_given(parameters);
         let mut loss = 0.0;
         for (index, example) in batch.iter().enumerate() {
             let dropout = gradients.record_key(index);

@@ -16,21 +16,26 @@ pub(crate) fn measure(arguments: &Arguments) -> Result<Value, Box<dyn Error>> {
     counting_data(&data, STEPS * BATCH, 1)?;
     let larger = arguments.parameters.unwrap_or(PARAMETERS);
     let mut result = Map::from_iter([("parameters".to_owned(), json!(larger))]);
-    for (rule, is_sharded, key) in [
-        (Rule::Adamw, false, "bytes_per_param"),
-        (Rule::Sgd, false, "bytes_per_param_sgd"),
-        (Rule::Adamw, true, "bytes_per_param_sharded"),
-        (Rule::Sgd, true, "bytes_per_param_sharded_sgd"),
+    for (rule, (is_sharded, is_half), key) in [
+        (Rule::Adamw, (false, false), "bytes_per_param"),
+        (Rule::Sgd, (false, false), "bytes_per_param_sgd"),
+        (Rule::Adamw, (true, false), "bytes_per_param_sharded"),
+        (Rule::Sgd, (true, false), "bytes_per_param_sharded_sgd"),
+        (Rule::Adamw, (true, true), "bytes_per_param_sharded_bf16"),
     ] {
         let mut of_rule = Map::new();
         for &workers in &arguments.workers {
             let [small, large] = [larger / 8, larger].map(|parameters| {
-                let job = Job { rule, ..Job::new(parameters, is_sharded, 0) };
+                let job = Job { rule, is_half, ..Job::new(parameters, is_sharded, 0) };
                 (parameters, train(&job, workers, &data))
             });
             let more = large.1?.saturating_sub(small.1?) as f64;
             let each = more / (large.0 - small.0) as f64;
-            let how = if is_sharded { ", sharded" } else { "" };
+            let how = match (is_sharded, is_half) {
+                (_, true) => ", sharded, bf16",
+                (true, false) => ", sharded",
+                (false, false) => "",
+            };
             print(&format!("{rule:?}{how}, {workers} workers: {each:.2} bytes per parameter"));
             of_rule.insert(format!("w{workers}"), json!(each));
         }

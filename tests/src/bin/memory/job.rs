@@ -16,6 +16,8 @@ pub(crate) struct Job {
     pub(crate) parameters: usize,
     pub(crate) rule: Rule,
     pub(crate) is_sharded: bool,
+    /// Whether a sharded job has its parameters in bf16.
+    pub(crate) is_half: bool,
     /// Milliseconds that a gradient takes at least.
     pub(crate) compute_ms: u64,
 }
@@ -23,7 +25,7 @@ pub(crate) struct Job {
 impl Job {
     /// A job with AdamW.
     pub(crate) fn new(parameters: usize, is_sharded: bool, compute_ms: u64) -> Self {
-        Self { parameters, rule: Rule::Adamw, is_sharded, compute_ms }
+        Self { parameters, rule: Rule::Adamw, is_sharded, is_half: false, compute_ms }
     }
 
     /// The command, without data, of a job in `folder`, which may write event logs; on hosts of
@@ -51,6 +53,9 @@ impl Job {
             .option("global-batch-size", BATCH.to_string());
         if let Some(network) = network {
             command = command.started_by(network.on(0)).option("listen", network.address(0));
+        }
+        if self.is_half {
+            command = command.option("param-dtype", "bf16");
         }
         Ok(if self.is_sharded { command.flag("shard-optimizer") } else { command })
     }

@@ -12,7 +12,8 @@
 //! | `step_ms{mib400,mib1600}` | median step of these jobs | `joins` |
 //! | `schedules{run,exact}` | jobs under random faults, and those that were exact | `schedules` |
 //!
-//! `…_sharded` are those of jobs with `--shard-optimizer`, `…_sgd` those with SGD instead of AdamW.
+//! `…_sharded` are those of jobs with `--shard-optimizer`, `…_sgd` those with SGD instead of AdamW,
+//! `…_bf16` those with `--param-dtype bf16`.
 //! Jobs have four workers, if the key does not say otherwise. Steps are compared in turns, in
 //! shared memory and on hosts with links of 1 Gbit/s; these need root and iproute2, without which
 //! `gbit` is null, and `step_ratio_gbit_missing` says why. Schedules kill workers, let them join

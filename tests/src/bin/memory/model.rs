@@ -8,8 +8,10 @@ use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
 use elasticdl::{
-    AdamW, Gradients, Loss, Model, NamedTensor, Optimizer, Sgd, Update, UpdateRule, UserError,
+    AdamW, Gradients, HalfModel, Loss, Model, NamedTensor, Optimizer, Sgd, Update, UpdateRule,
+    UserError,
 };
+use elasticdl_tests::HalfParameters;
 use elasticdl_tests::churn::{Commit, EventWriter, LogEntry};
 
 /// A model whose gradient has no zero, so that each page of each buffer is in use.
@@ -27,6 +29,8 @@ pub(crate) struct Sized {
     event_logs: Option<PathBuf>,
     #[arg(skip)]
     log: Rc<RefCell<Log>>,
+    #[arg(skip)]
+    half: HalfParameters,
 }
 
 /// The event log of this worker, if it writes one.
@@ -50,6 +54,10 @@ impl Model for Sized {
 
     fn tensors(&self) -> Vec<NamedTensor> {
         vec![NamedTensor::new("parameters", [self.parameters])]
+    }
+
+    fn as_half_model(&mut self) -> Option<&mut dyn HalfModel> {
+        Some(self.half.of(self.parameters))
     }
 
     fn gradients(

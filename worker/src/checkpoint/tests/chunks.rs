@@ -64,6 +64,55 @@ fn a_divided_state_and_a_whole_one_are_read_by_jobs_of_either_kind() {
     }
 }
 
+/// A job as that of [`job`], whose chunks have the parameters.
+fn half_job() -> JobFingerprint {
+    JobFingerprint { chunks_have_parameters: true, ..job(true) }
+}
+
+/// The state of a job at step 30: the parameters, followed by the optimizer's state.
+fn whole() -> Vec<f32> {
+    let (parameters, slots) = state(&job(true), 30);
+    [parameters, slots].concat()
+}
+
+#[test]
+fn chunks_with_the_parameters_are_read_exactly_by_jobs_of_each_kind_and_made_of_theirs() {
+    let (_folder, storage) = folder();
+    let (fingerprint, whole) = (half_job(), whole());
+    let cut = |chunk: u32| fingerprint.layout().cut(chunk, &whole);
+    let of_ranks = vec![vec![0, 2], vec![1]];
+    let owned = [vec![cut(0), cut(2)], vec![cut(1)]];
+    let owned = owned.map(|owned| Some((of_ranks.clone(), SavedPart::Chunks(owned))));
+    let name = Ranks::new(&storage, half_job(), 2, 3).write_with(30, owned.to_vec()).unwrap();
+    assert_eq!(step_of(&begin(&job(false), Some(&storage), None)), Some(30));
+    let (expected, _) = state(&job(true), 30);
+    for reads in [job(true), half_job()] {
+        let (mut parameters, mut none) = (vec![f32::NAN; 10_000], vec![]);
+        let locations = locations(&storage);
+        restore(&locations, &reads, &mut parameters, &mut none, &mut |_, _| ()).unwrap().unwrap();
+        assert!(parameters == expected);
+    }
+    let mut parameters = vec![f32::NAN; 10_000];
+    assert_eq!(load_parameters(&storage.join(&name), &mut parameters), Ok(()));
+    assert!(parameters == expected);
+    // Chunks with the parameters and without, of a checkpoint of each kind.
+    let (_folder, others) = folder();
+    let written = [(&storage, name), (&others, write(&others, true).unwrap())];
+    let (_folder, others) = folder();
+    let whole_ones = (&others, write(&others, false).unwrap());
+    for (storage, name) in written.iter().chain([&whole_ones]) {
+        for (reads, first) in [(half_job(), 0), (job(true), 10_000)] {
+            let locations = locations(storage);
+            let found = read_chunks(&locations, &reads, (name, true), &[1, 2]).unwrap();
+            for chunk in &found {
+                let expected = reads.layout().cut(chunk.number(), &whole[first..]);
+                assert!(chunk.slots() == expected.slots(), "{name}, chunk {}", chunk.number());
+            }
+            assert_eq!(found.len(), 2);
+        }
+    }
+}
+
 #[test]
 fn a_damaged_chunk_is_refused_by_the_jobs_that_need_it() {
     let (folder, storage) = folder();

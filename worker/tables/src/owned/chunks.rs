@@ -168,8 +168,19 @@ impl Chunks {
     /// The group of these members, in the order of their ranks, starts anew, at step 0: all slots
     /// are zero.
     pub fn create(&mut self, generation: u64, members: Vec<Member>) {
-        let zeros = |chunk| SavedShard::new(chunk, vec![0.0; self.content.floats(chunk)]);
-        let shards = self.shards_at_start(&members).into_iter().map(zeros).collect();
+        self.create_with(generation, members, &[]);
+    }
+
+    /// As [`create`](Self::create), but for the first slot of each parameter: `[parameters]`.
+    pub fn create_with(&mut self, generation: u64, members: Vec<Member>, first: &[f32]) {
+        let state = |chunk| {
+            let mut slots = vec![0.0; self.content.floats(chunk)];
+            if let Some(first) = first.get(self.content.range(chunk)) {
+                slots[..first.len()].copy_from_slice(first);
+            }
+            SavedShard::new(chunk, slots)
+        };
+        let shards = self.shards_at_start(&members).into_iter().map(state).collect();
         self.restore(0, (generation, members), shards);
     }
 
@@ -270,6 +281,11 @@ impl Chunks {
     /// The slots of the chunks that this worker holds.
     pub fn slots(&self) -> impl Iterator<Item = (u32, &[f32])> {
         self.held().map(|(chunk, slots)| (chunk, slots.as_slice()))
+    }
+
+    /// The slots of a chunk, if this worker holds it.
+    pub fn slots_of(&self, chunk: u32) -> Option<&[f32]> {
+        self.committed.as_ref()?.shards.get(&chunk).map(|slots| slots.as_slice())
     }
 
     /// The rank that answers for a chunk.

@@ -292,6 +292,7 @@ mod tests {
             table_replicas: 2,
             on_rows_lost: Default::default(),
             shard_optimizer: false,
+            param_dtype: Default::default(),
             table_memory: None,
             export_changes_since: None,
             no_table_look_ahead: false,

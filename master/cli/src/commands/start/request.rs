@@ -84,6 +84,7 @@ impl StartRequest {
                     table_replicas: tuning.table_replicas,
                     on_rows_lost: tuning.on_rows_lost,
                     shard_optimizer: tuning.shard_optimizer,
+                    param_dtype: tuning.param_dtype,
                     table_memory: tuning.table_memory,
                     export_changes_since: tuning.export_changes_since,
                     no_table_look_ahead: tuning.no_table_look_ahead,
