@@ -1,6 +1,8 @@
 //! Ends of processes: which are failures, and what follows. A pod that the cluster reclaims is
 //! replaced while it still runs, so the user's rule for that applies when its termination begins.
 
+use std::time::Duration;
+
 use elasticdl_proto::{RecordRange, WorkerId};
 
 use super::failed_slots::{FailedSlots, Place};
@@ -119,7 +121,8 @@ impl Job {
         } else if is_kill(exit) && !ended.iter().any(Launch::is_killed) {
             let why = ended.iter().find_map(Launch::explanation);
             let why = why.map(|why| format!(" ({why})")).unwrap_or_default();
-            self.count_kill(now, launch, &format!("{name} {end}{why}"));
+            let slot = ended.first().map_or(0, Launch::slot);
+            self.count_kill(now, (slot, launch), &format!("{name} {end}{why}"));
         } else {
             self.log_event(format!("{name} {end} (not counted as a failure)"));
         }
@@ -183,19 +186,23 @@ impl Job {
     }
 
     /// Counts a kill from outside; fails the job if there are too many without progress.
-    fn count_kill(&mut self, now: Time, launch: LaunchId, what: &str) {
+    fn count_kill(&mut self, now: Time, killed: (u32, LaunchId), what: &str) {
         if !self.lifecycle.is_running() {
             return self.log_event(format!("{what} (not counted as a failure)"));
         }
         let (progress, newest) = (self.work_done(), LaunchId(self.workers.launches_made()));
-        let error = match self.lifecycle.restarts.count_kill(now, progress, launch, newest) {
+        let error = match self.lifecycle.restarts.count_kill(now, progress, killed, newest) {
             Ok(start) => {
                 let kills = self.lifecycle.restarts.budget().kills_since_progress;
                 let how_often = match kills {
                     0 | 1 => String::new(),
                     kills => format!(" ({kills} kills without progress)"),
                 };
-                self.log_event(format!("{what} (not counted as a failure){how_often}"));
+                let pause = match start.since(now) {
+                    Duration::ZERO => String::new(),
+                    pause => format!("; the next one starts after {} s", pause.as_secs_f64()),
+                };
+                self.log_event(format!("{what} (not counted as a failure){how_often}{pause}"));
                 return self.out.set_timer(start, Timer::Relaunch);
             }
             Err(_) => {

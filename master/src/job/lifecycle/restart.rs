@@ -10,11 +10,14 @@
 //! *Kills* without progress are counted apart, with a larger budget and a longer back-off: a
 //! program that the kernel ends for lack of memory would be restarted for ever. A kill counts once
 //! per back-off, and only of a launch that was started after it, so the count measures how long the
-//! job has been without progress: some minutes of kills, however many, end no job.
+//! job has been without progress: some minutes of kills, however many, end no job. A worker that
+//! was killed after some time is replaced at once; if its replacement is killed right after its
+//! start, the next one waits, with or without progress.
 //!
 //! Each replacement waits longer than the previous one (exponential back-off), until no worker has
 //! failed for some time.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use elasticdl_proto::RecordRange;
@@ -39,6 +42,9 @@ pub(crate) struct Restarts {
     newest_at_kill: LaunchId,
     /// When the replacement for the last counted kill may start.
     replaced_at: Time,
+    /// For each slot with a kill: when the replacement could start, and the number of kills in a
+    /// row.
+    killed_slots: BTreeMap<u32, (Time, u32)>,
 }
 
 /// The part that outlives a master.
@@ -77,6 +83,7 @@ impl Restarts {
             last: None,
             newest_at_kill: LaunchId(0),
             replaced_at: now + delay(budget.kills_since_progress, LONG_DELAY),
+            killed_slots: BTreeMap::new(),
         }
     }
 
@@ -104,8 +111,8 @@ impl Restarts {
         Ok(self.back_off(now))
     }
 
-    /// Counts a kill of `launch` from outside at `progress`; `newest` is the newest launch. Returns
-    /// when the replacement may start.
+    /// Counts a kill from outside of `launch`, in this slot, at `progress`; `newest` is the newest
+    /// launch. Returns when the replacement may start.
     ///
     /// # Errors
     /// The job has failed.
@@ -113,7 +120,7 @@ impl Restarts {
         &mut self,
         now: Time,
         progress: u64,
-        launch: LaunchId,
+        (slot, launch): (u32, LaunchId),
         newest: LaunchId,
     ) -> Result<Time, TooMany> {
         self.budget.note_progress(progress);
@@ -128,7 +135,11 @@ impl Restarts {
         if *kills > self.max.max(KILLS_MAX) {
             return Err(TooMany::Kills(*kills));
         }
-        let start = self.replaced_at.max(now);
+        let of_slot = self.killed_slots.get(&slot);
+        let in_a_row = of_slot.filter(|(start, _)| now.since(*start) < SOON);
+        let in_a_row = in_a_row.map_or(1, |(_, kills)| kills.saturating_add(1));
+        let start = self.replaced_at.max(now + delay(in_a_row, LONG_DELAY));
+        self.killed_slots.insert(slot, (start, in_a_row));
         self.wait_until(now, start);
         Ok(start)
     }
@@ -265,6 +276,8 @@ const EXIT_TERMINATED: i32 = 143;
 
 /// A failure this long after the previous one starts a new sequence.
 const CALM: Duration = Duration::from_secs(300);
+/// A worker that is killed within this time of its start is killed soon.
+const SOON: Duration = Duration::from_secs(5);
 /// Counted kills without progress after which the job fails, unless more failures are allowed. With
 /// their back-off they take at least six minutes.
 const KILLS_MAX: u32 = 20;
@@ -354,7 +367,7 @@ mod tests {
         let (mut now, mut pauses) = (Time::default(), Vec::new());
         for launch in (1..).map(LaunchId) {
             now = now + Duration::from_millis(run_ms);
-            match restarts.count_kill(now, 0, launch, launch) {
+            match restarts.count_kill(now, 0, (0, launch), launch) {
                 Err(error) => return (now.0.as_secs(), pauses, Err(error)),
                 Ok(start) => pauses.push(start.since(now).as_millis()),
             }
@@ -382,7 +395,8 @@ mod tests {
             launch += 1;
             let now = Time(Duration::from_millis(ms));
             // Two more launches run beside it.
-            restarts.count_kill(now, progress, LaunchId(launch), LaunchId(launch + 2)).unwrap();
+            let killed = (0, LaunchId(launch));
+            restarts.count_kill(now, progress, killed, LaunchId(launch + 2)).unwrap();
             restarts.budget().kills_since_progress
         };
         // Two workers are killed together, and one that was started before.
@@ -392,6 +406,29 @@ mod tests {
         assert_eq!((counts[0], counts[599]), (2, 9));
         // Progress refills the budget.
         assert_eq!(kill(69_000, 1), 1);
+    }
+
+    #[test]
+    fn replacements_that_are_killed_at_once_wait_and_a_worker_that_has_worked_is_replaced_at_once()
+    {
+        let mut restarts = Restarts::new(at(0), 3, Budget::default());
+        let (mut now, mut launch) = (at(1000), 0);
+        // The job makes progress all the time.
+        let mut kill = |slot, run_ms| {
+            (now, launch) = (now + Duration::from_millis(run_ms), launch + 1);
+            let killed = (slot, LaunchId(launch));
+            let start = restarts.count_kill(now, launch, killed, killed.1).unwrap();
+            let pause = start.since(now);
+            now = start;
+            pause.as_millis()
+        };
+        assert_eq!(
+            [0; 9].map(|_| kill(7, 150)),
+            [0, 250, 500, 1000, 2000, 4000, 8000, 16000, 30000]
+        );
+        assert_eq!(kill(7, 150), 30_000);
+        // Other slots are not concerned, and a worker that runs for some time ends the sequence.
+        assert_eq!([kill(3, 0), kill(7, 5000), kill(7, 150), kill(3, 20_000)], [0, 0, 250, 0]);
     }
 
     #[test]

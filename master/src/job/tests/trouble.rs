@@ -133,17 +133,24 @@ fn kills_without_progress_end_the_job_and_say_that_memory_ran_out() {
 }
 
 #[test]
-fn kills_of_a_job_that_makes_progress_are_replaced_at_once_for_ever() {
+fn kills_of_workers_that_have_worked_are_replaced_at_once_for_ever_and_others_wait() {
     let mut job = started(spec(), &[400]);
     deliver(&mut job, 1, committed(1, 1, &[(0, 4)]));
     ended(&mut job, 3, Exit::Signal(9));
     deliver(&mut job, 1, formed(2, 1, &[(0, 4)]));
+    let kill_at_step = |job: &mut Job, step: u64, ms: u64| {
+        deliver(job, 1, committed(2, step, &[(4 * (step - 1), 4 * step)]));
+        let (launch, exit) = (LaunchId(step + 2), Exit::Signal(9));
+        job.handle(at(ms), Event::ProcessEnded { launch, exit });
+        actions(job).contains(&launch_at(step + 3, 2))
+    };
     for step in 2..=50 {
-        deliver(&mut job, 1, committed(2, step, &[(4 * (step - 1), 4 * step)]));
-        ended(&mut job, step + 2, Exit::Signal(9));
-        assert!(actions(&mut job).contains(&launch_at(step + 3, 2)), "step {step}");
+        assert!(kill_at_step(&mut job, step, step * 6000), "step {step}");
     }
     assert_eq!((error(&job), job.to_persisted().kills_since_progress), (None, 1));
+    assert!(!kill_at_step(&mut job, 51, 300_100), "it was killed right after its start");
+    job.handle_timeout(at(300_350));
+    assert!(actions(&mut job).contains(&launch_at(54, 2)));
 }
 
 /// Fails launches, each in the slot of the one before, until the job ends; at most ten.
