@@ -107,6 +107,8 @@ pub(crate) struct MasterParts {
 pub enum UserCommand {
     /// Write a checkpoint.
     Checkpoint,
+    /// As [`UserCommand::Stop`], by Ctrl-C, which can be repeated.
+    Interrupt,
     /// Kill the workers and end at once.
     Kill,
     /// Start workers again.
@@ -292,8 +294,13 @@ impl Master {
                     UserCommand::Kill => {
                         info!("killed by the user");
                         self.job.handle(self.now(), Event::StopNow);
-                        // The actions that follow are not awaited: a store that does not answer
-                        // would delay them.
+                        // The other actions that follow are not awaited: a store that does not
+                        // answer would delay them.
+                        while let Some(action) = self.job.poll_action() {
+                            if let Action::Log(text) = action {
+                                self.log(text);
+                            }
+                        }
                         break self.job.outcome().unwrap_or(Outcome::Stopped);
                     }
                     UserCommand::Scale(num_workers) => {
@@ -304,7 +311,8 @@ impl Master {
                         let done = self.set_suspended(command == UserCommand::Suspend);
                         self.notice_refusal(done.map(drop));
                     }
-                    UserCommand::Stop => self.stop(),
+                    UserCommand::Interrupt => self.stop(true),
+                    UserCommand::Stop => self.stop(false),
                 },
                 Some(error) = next_of(&mut self.tracked) => {
                     self.job.handle(self.now(), Event::Tracked { error });
@@ -378,6 +386,11 @@ impl Master {
         self.progress.show(self.now(), snapshot);
     }
 
+    fn log(&self, text: String) {
+        info!("{text}");
+        self.progress.notice(self.now(), text);
+    }
+
     /// Persists what a successor must know about the actions that follow.
     fn persist(&mut self) {
         let revision = self.job.version();
@@ -411,10 +424,7 @@ impl Master {
                         peer.outbox.refuse(reason);
                     }
                 }
-                Action::Log(text) => {
-                    info!("{text}");
-                    self.progress.notice(self.now(), text);
-                }
+                Action::Log(text) => self.log(text),
                 Action::Send { worker, message } => {
                     let message = self.share(message);
                     self.send(worker, |outbox| outbox.send(message));

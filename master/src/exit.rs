@@ -55,20 +55,30 @@ pub fn code_of_summary(summary: &Summary) -> u8 {
         "stopped" if summary.state_lost.is_some_and(|lost| lost.at_step == summary.steps) => {
             EXIT_FAILED
         }
-        "stopped" if unsaved_steps(summary).is_some() => EXIT_FAILED,
+        "stopped" if unsaved_steps(summary).is_some() && has_failed_checkpoint(summary) => {
+            EXIT_FAILED
+        }
         "completed" | "stopped" => EXIT_OK,
         "refused" => EXIT_USAGE,
         _ => EXIT_FAILED,
     }
 }
 
-/// The first and the last step of a stopped job that no checkpoint contains, because the last ones
-/// could not be written.
+/// Whether the last checkpoint could not be written.
+fn has_failed_checkpoint(summary: &Summary) -> bool {
+    summary.checkpoints.as_ref().is_some_and(|known| known.error.is_some())
+}
+
+/// The first and the last step of a job that has ended which no checkpoint contains. A complete job
+/// whose model is exported needs none.
 #[must_use]
 pub fn unsaved_steps(summary: &Summary) -> Option<(u64, u64)> {
-    let known = summary.checkpoints.as_ref().filter(|_| summary.state == "stopped")?;
-    let saved = known.newest.as_ref().map_or(0, |newest| newest.step);
-    (known.error.is_some() && saved < summary.steps).then_some((saved + 1, summary.steps))
+    let needs_one = match &*summary.state {
+        "failed" | "stopped" => true,
+        "completed" => summary.export.is_none(),
+        _ => false,
+    };
+    summary.checkpoints.as_ref().filter(|_| needs_one)?.unsaved(summary.steps)
 }
 
 /// Converts an error of the operating system to "can't `what`".
@@ -104,18 +114,25 @@ mod tests {
     #[test]
     fn a_stop_whose_last_checkpoint_could_not_be_written_has_failed() {
         let newest = Some(SavedCheckpoint { step: 18, name: String::new(), bytes: 1 });
-        let mut known = CheckpointsSummary { newest, ..CheckpointsSummary::default() };
+        let dir = Some("/c".into());
+        let mut known = CheckpointsSummary { dir, newest, ..CheckpointsSummary::default() };
         let of = |known: &CheckpointsSummary, state: &'static str| Summary {
             state: state.into(),
             steps: 46,
+            export: (state == "completed").then(|| "/m".into()),
             checkpoints: Some(known.clone()),
             ..Job::new(spec()).summary(Time::default())
         };
         assert_eq!(code_of_summary(&of(&known, "stopped")), EXIT_OK, "nothing failed");
+        assert_eq!(unsaved_steps(&of(&known, "stopped")), Some((19, 46)), "the user ended it");
         known.error = Some("timed out".into());
         assert_eq!(code_of_summary(&of(&known, "stopped")), EXIT_FAILED);
         assert_eq!(unsaved_steps(&of(&known, "stopped")), Some((19, 46)));
-        assert_eq!(code_of_summary(&of(&known, "completed")), EXIT_OK, "the model is exported");
+        let complete = of(&known, "completed");
+        assert_eq!((code_of_summary(&complete), unsaved_steps(&complete)), (EXIT_OK, None));
+        let nowhere = Summary { export: None, ..complete };
+        assert_eq!(unsaved_steps(&nowhere), Some((19, 46)), "the model is nowhere else");
+        assert_eq!(unsaved_steps(&of(&known, "running")), None);
         known.newest.as_mut().unwrap().step = 46;
         assert_eq!(code_of_summary(&of(&known, "stopped")), EXIT_OK);
     }

@@ -56,7 +56,7 @@ pub use self::deletion::{DeleteError, delete};
 pub use self::earlier::{EarlierJob, earlier_job, has_begun};
 pub use self::error::{JobDirError, ResumeError};
 pub use self::files::{CHECKPOINTS, quoted, write_output, write_summary};
-use self::files::{HISTORY, LOGS, MASTER, MASTER_LOG, PROGRAM, SUMMARY, TOKEN};
+use self::files::{EXPORTS, HISTORY, LOGS, MASTER, MASTER_LOG, PROGRAM, SUMMARY, TOKEN};
 pub use self::files::{check_writable, is_another_file, write_atomically};
 use self::lock::{running, take_lock};
 pub use self::lookup::{Endpoint, LookupError, look_up, started_at};
@@ -172,6 +172,13 @@ impl JobDir {
     #[must_use]
     pub fn summary_path(&self) -> PathBuf {
         self.root.join(SUMMARY)
+    }
+
+    /// The models that their own places have not taken, at least so far.
+    #[must_use]
+    pub fn unexported_models(&self) -> Vec<PathBuf> {
+        let models = EXPORTS.iter().map(|name| self.root.join(name));
+        models.filter(|model| model.is_file()).collect()
     }
 
     /// The job of this directory.

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+pub use self::checkpoints::{CheckpointsSummary, RestoredCheckpoint, SavedCheckpoint};
 use crate::ids::{Generation, WorkerId};
 use crate::message::{Evaluated, Kept};
 use crate::row_touches::{RowTouchesSummary, RowsLoss};
@@ -321,47 +322,6 @@ pub struct BestEvaluation {
     pub export: Option<String>,
 }
 
-/// A job's checkpoints. The names of its fields are a public format.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CheckpointsSummary {
-    /// Their folder; `None` if the job writes none and only started from another job's checkpoint.
-    pub dir: Option<String>,
-    /// The newest complete one.
-    pub newest: Option<SavedCheckpoint>,
-    /// Number of completed checkpoints.
-    pub saved: u64,
-    /// Number of checkpoints that could not be written.
-    pub failed: u64,
-    /// Number of checkpoints that were found damaged when a group tried to start from them.
-    pub damaged: u64,
-    /// Error of the last failed write; `None` after the next successful one.
-    pub error: Option<String>,
-    /// Checkpoints from which the group started; the newest 100.
-    pub restored: Vec<RestoredCheckpoint>,
-}
-
-/// A complete checkpoint.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SavedCheckpoint {
-    /// Steps that it contains.
-    pub step: u64,
-    /// Its folder.
-    pub name: String,
-    /// Size in bytes.
-    pub bytes: u64,
-}
-
-/// A checkpoint from which the group started.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RestoredCheckpoint {
-    /// Steps that it contains.
-    pub step: u64,
-    /// Its folder.
-    pub name: String,
-    /// Steps committed after it, as far as the master knew: this work is repeated.
-    pub lost_steps: u64,
-}
-
 /// Losses of a state of which there was no checkpoint, with all workers or with all copies of rows.
 /// The names of its fields are a public format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -388,6 +348,8 @@ pub struct FailedShard {
     /// The error of the user's code.
     pub error: String,
 }
+
+mod checkpoints;
 
 #[cfg(test)]
 pub(crate) mod tests {

@@ -2,7 +2,6 @@
 
 use super::Master;
 use crate::job::Event;
-use crate::worker_backend::WorkerBackend;
 
 impl Master {
     /// Requests a checkpoint from the group. Returns the newest committed step.
@@ -13,7 +12,12 @@ impl Master {
             );
         }
         if self.job.is_suspended() {
-            return Err("this job is suspended: its state is in its newest checkpoint".into());
+            let why = match (self.job.step(), self.job.is_suspending()) {
+                (0, _) => "is suspended, and has not trained yet: there is no state to store",
+                (_, true) => "is being suspended: its workers end with a checkpoint",
+                (_, false) => "is suspended: its state is in its newest checkpoint",
+            };
+            return Err(format!("this job {why}"));
         }
         if self.job.is_ending() {
             return Err("the job is ending: its last checkpoint is the newest one".into());
@@ -42,25 +46,28 @@ impl Master {
         Ok(unchanged)
     }
 
-    /// Stops the job at the end of the step.
-    pub(super) fn stop(&mut self) {
-        let text = match (self.job.unsaved_model(), &self.backend) {
-            (_, WorkerBackend::Processes(_)) if self.job.awaits_ends() => {
-                "the job is over, and waits for its programs to end; Ctrl-C after 2 s ends them at \
-                 once"
-                    .into()
-            }
-            (_, WorkerBackend::Pods(_)) if self.job.awaits_ends() => {
-                "the job is over, and waits for its programs to end".into()
+    /// Stops the job at the end of the step. `is_typed`: by Ctrl-C, which can be repeated.
+    pub(super) fn stop(&mut self, is_typed: bool) {
+        let at_once = match is_typed {
+            true => "Ctrl-C after 2 s",
+            false => "`elasticdl stop --force`",
+        };
+        let spec = self.job.spec();
+        let text = match self.job.unsaved_model() {
+            _ if self.job.awaits_ends() => {
+                format!("the job is over, and waits for its programs to end; {at_once} ends them")
             }
             // Such a stop ends the waits of the workers.
-            (Some(step), _) => format!(
-                "the model of step {step} is not saved yet: the job tries once more, and then ends"
+            Some(step) if spec.exports() => format!(
+                "the model of step {step} is not saved yet: the job tries once more, and then \
+                 ends; {at_once} ends it at once"
             ),
-            (None, WorkerBackend::Processes(_)) => {
-                "the job stops at the end of the step; Ctrl-C after 2 s ends it at once".into()
-            }
-            (None, WorkerBackend::Pods(_)) => "the job stops at the end of the step".into(),
+            Some(step) if spec.checkpoints.is_some() => format!(
+                "the checkpoint of step {step}, the last one, is not written yet: the job waits \
+                 for up to {} s, and then ends; {at_once} ends it at once",
+                self.job.stop_wait().as_secs()
+            ),
+            _ => format!("the job stops at the end of the step; {at_once} ends it at once"),
         };
         self.progress.notice(self.now(), text);
         self.job.handle(self.now(), Event::Stop);

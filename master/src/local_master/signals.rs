@@ -56,7 +56,10 @@ impl StopEscalation {
     pub(super) fn command(&mut self, now: Instant, stop: Stop) -> Option<UserCommand> {
         let Some((_, begun)) = self.first else {
             self.first = Some((stop, now));
-            return Some(UserCommand::Stop);
+            return Some(match stop {
+                Stop::Interrupted => UserCommand::Interrupt,
+                Stop::HungUp | Stop::Terminated => UserCommand::Stop,
+            });
         };
         let patience = match stop {
             Stop::Interrupted => ONE_REQUEST,
@@ -143,6 +146,7 @@ mod tests {
     fn signals_within_two_seconds_are_one_request() {
         use Stop::{HungUp, Interrupted, Terminated};
         let (stop, kill) = (Some(UserCommand::Stop), Some(UserCommand::Kill));
+        let typed = Some(UserCommand::Interrupt);
         assert_eq!(commands(&[(0, Terminated), (20, Terminated)]), [stop, None]);
         assert_eq!(
             commands(&[
@@ -151,7 +155,7 @@ mod tests {
                 (1999, Interrupted),
                 (2000, Interrupted)
             ]),
-            [stop, None, None, kill]
+            [typed, None, None, kill]
         );
         assert_eq!(commands(&[(0, HungUp), (20, Terminated)]), [stop, None]);
     }

@@ -114,7 +114,7 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
         row(out, "earlier one", &one_line(&earlier));
     }
     if let Some(known) = &summary.checkpoints {
-        row(out, "checkpoints", &checkpoints(known));
+        row(out, "checkpoints", &checkpoints(known, unsaved_steps(summary)));
     }
     write_memberships(out, &summary.memberships);
     if let Some(skipped) = &summary.records_skipped {
@@ -177,17 +177,24 @@ pub(crate) fn warnings(summary: &Summary, has_table: bool) -> Vec<String> {
     let lost = lost.filter(|_| !has_table);
     let rows = summary.rows_lost.as_ref().filter(|_| !has_table).map(rows_lost);
     let failed = summary.checkpoints.as_ref().and_then(|known| {
-        let error = known.error.as_ref()?;
-        let newest = known
-            .newest
-            .as_ref()
-            .map(|newest| format!("; the newest one is from step {}", newest.step));
+        let newest = known.newest.as_ref().zip(known.newest_address());
+        let newest = newest.map(|(newest, address)| {
+            format!("; the newest one is from step {}: {}", newest.step, one_line(&address))
+        });
         let newest = newest.unwrap_or_else(|| "; there is none".into());
-        let lost = unsaved_steps(summary)
-            .map(|(first, last)| format!("; the state of steps {first} to {last} is lost"))
-            .unwrap_or_default();
-        let error = one_line(error);
-        Some(format!("the last checkpoint could not be written: {error}{newest}{lost}"))
+        match (&known.error, unsaved_steps(summary)) {
+            (Some(error), lost) => {
+                let lost = lost
+                    .map(|(first, last)| format!("; the state of steps {first} to {last} is lost"))
+                    .unwrap_or_default();
+                let error = one_line(error);
+                Some(format!("the last checkpoint could not be written: {error}{newest}{lost}"))
+            }
+            (None, Some((first, last))) if summary.state_lost.is_none() => {
+                Some(format!("steps {first} to {last} are in no checkpoint{newest}"))
+            }
+            (None, _) => None,
+        }
     });
     let skipped = (summary.steps_skipped > 0).then(|| {
         format!(
@@ -257,10 +264,11 @@ pub(super) fn best_value(best: &BestEvaluation) -> String {
     format!("{}: {} {}", best.step, one_line(&best.metric), format_value(best.value))
 }
 
-fn checkpoints(known: &CheckpointsSummary) -> String {
+fn checkpoints(known: &CheckpointsSummary, unsaved: Option<(u64, u64)>) -> String {
     let newest = known.newest.as_ref().map(|newest| format!("newest from step {}", newest.step));
     let mut parts = vec![format!("{} written", known.saved)];
     parts.extend(newest);
+    parts.extend(unsaved.map(|(first, last)| format!("steps {first} to {last} are in none")));
     parts.extend((known.failed > 0).then(|| format!("{} failed", known.failed)));
     parts.extend(known.error.as_ref().map(|error| format!("last error: {}", one_line(error))));
     parts.extend((known.damaged > 0).then(|| format!("{} damaged", known.damaged)));
@@ -410,6 +418,7 @@ mod tests {
                 kept: Some(Kept { address: "/best.previous".into(), value: Some(0.25) }),
             }),
             checkpoints: Some(CheckpointsSummary {
+                dir: Some("/c".into()),
                 newest: Some(SavedCheckpoint { step: 100, name: "step-100".into(), bytes: 4 }),
                 saved: 3,
                 failed: 1,
@@ -487,6 +496,7 @@ job mnist: completed after 1.50 s
             steps_skipped: 3,
             row_touches: None,
             checkpoints: Some(CheckpointsSummary {
+                dir: Some("/c".into()),
                 error: Some("disk\nfull".into()),
                 ..Default::default()
             }),
@@ -505,6 +515,11 @@ job mnist: completed after 1.50 s
         let text = &super::warnings(&stopped, false)[1];
         assert!(text.ends_with("there is none; the state of steps 1 to 100 is lost"), "{text}");
         assert_eq!(super::warnings(&summary(), false), [""; 0]);
+        let killed = Summary { state: "stopped".into(), steps: 103, ..summary() };
+        let text = &super::warnings(&killed, true)[0];
+        let newest = "the newest one is from step 100: /c/step-100";
+        assert_eq!(*text, format!("steps 101 to 103 are in no checkpoint; {newest}"));
+        assert!(to_table(&killed, Paths::default()).contains("steps 101 to 103 are in none"));
         let rows = RowsLoss { count: 1, at_step: 80, row_touches: 12, missing: None };
         let lost = Summary { rows_lost: Some(rows), state_lost: None, ..lost };
         let first = "ROWS LOST at step 80: all copies of rows were lost with their workers, and 12 \

@@ -98,7 +98,8 @@ pub(crate) fn to_table(status: &Status) -> String {
         row("best", &format!("step {}", best_value(best)));
     }
     if let Some(known) = &status.checkpoints {
-        row("checkpoints", &checkpoints_row(known));
+        let is_over = matches!(&*status.state, "completed" | "failed" | "stopped");
+        row("checkpoints", &checkpoints_row(known, is_over.then_some(status.step)));
     }
     let hidden = status.memberships.len().saturating_sub(MEMBERSHIPS_SHOWN);
     if !status.memberships.is_empty() {
@@ -113,14 +114,18 @@ pub(crate) fn to_table(status: &Status) -> String {
     text
 }
 
-fn checkpoints_row(known: &CheckpointsSummary) -> String {
+/// `last`: step at which the job has ended.
+fn checkpoints_row(known: &CheckpointsSummary, last: Option<u64>) -> String {
     let newest = known
         .newest
         .as_ref()
         .map_or_else(|| "none yet".into(), |newest| format!("step {}", newest.step));
     let error =
         known.error.as_deref().map(|error| format!("; the last one failed: {}", one_line(error)));
-    format!("{newest} in {}{}", known.dir.as_deref().unwrap_or_default(), error.unwrap_or_default())
+    let unsaved = last.and_then(|last| known.unsaved(last));
+    let unsaved = unsaved.map(|(first, last)| format!("; steps {first} to {last} are in none"));
+    let [error, unsaved] = [error, unsaved].map(Option::unwrap_or_default);
+    format!("{newest} in {}{error}{unsaved}", known.dir.as_deref().unwrap_or_default())
 }
 
 /// A worker without contact to the master.
@@ -323,6 +328,9 @@ memberships  generation  cause  workers     at step     gap ms
 events       generation 2: 1 worker
 ";
         assert_eq!(to_table(&reply()), expected);
+        let stopped = to_table(&Status { state: "stopped".into(), step: 12, ..reply() });
+        let stopped = stopped.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(stopped.contains("disk full; steps 10 to 12 are in none memberships"), "{stopped}");
     }
 
     #[test]

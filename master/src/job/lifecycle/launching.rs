@@ -225,8 +225,9 @@ impl Job {
         {
             return;
         }
+        let when = if self.lifecycle.is_suspended { ", once the job is resumed" } else { "" };
         self.log_event(format!(
-            "scaling from {} to {num_workers}",
+            "scaling from {} to {num_workers}{when}",
             counted(before.into(), "worker")
         ));
         self.lifecycle.wanted = num_workers;

@@ -4,6 +4,7 @@
 use elasticdl_proto::Work;
 
 use crate::job::job::Job;
+use crate::job::text::clip;
 
 impl Job {
     /// Says that the final model of a job that was stopped at `step` is not evaluated: that may
@@ -25,20 +26,42 @@ impl Job {
         self.log_event(format!("the model of step {step}, at the stop, is not evaluated: {known}"));
     }
 
+    /// Notes why the last steps of a job that ends are in no checkpoint, if they are in none.
+    pub(super) fn note_unsaved(&mut self, why: String) {
+        if self.checkpoints().is_some_and(|known| known.unsaved(self.data.step()).is_some()) {
+            self.reporting.explain_unsaved(why);
+        }
+    }
+
+    /// Says which steps of a job that has ended are in no checkpoint, and where it can be resumed.
+    pub(super) fn log_unsaved(&mut self) {
+        let Some(known) = self.checkpoints() else { return };
+        let Some((first, last)) = known.unsaved(self.data.step()) else { return };
+        let why = known.error.as_ref().map(|error| format!(" ({})", clip(error)));
+        let from = match known.newest_address() {
+            Some(newest) => format!("the job can be resumed from {newest}"),
+            None => "there is none to resume from".into(),
+        };
+        let why = why.unwrap_or_default();
+        self.log_event(format!("steps {first} to {last} are in no checkpoint{why}; {from}"));
+    }
+
     /// Says that no worker exports the model of a job that is stopped without its group.
     pub(super) fn log_unexported(&mut self) {
         let Work::Train { export: Some(export) } = &self.spec.work else { return };
-        let checkpoints = self.spec.checkpoints.as_ref().map(|spec| &spec.dir);
-        let remedy = match (checkpoints, self.reporting.newest_checkpoint()) {
-            (Some(dir), Some(newest)) => format!(
-                "the model of step {} is in a checkpoint: elasticdl convert {}/{} {export} -- \
+        let newest = self.checkpoints().and_then(|known| known.newest_address());
+        let remedy = match (newest, self.reporting.newest_checkpoint()) {
+            (Some(address), Some(newest)) => format!(
+                "the model of step {} is in a checkpoint: elasticdl convert {address} {export} -- \
                  PROGRAM",
-                newest.step,
-                dir.trim_end_matches('/'),
-                newest.name
+                newest.step
             ),
             _ => "there is no checkpoint".into(),
         };
-        self.log_event(format!("{export} is not written, as no worker has the state; {remedy}"));
+        let why = match self.may_hold_state() {
+            true => "the job has ended before its export was complete",
+            false => "no worker has the state",
+        };
+        self.log_event(format!("{export} is not written by this job: {why}; {remedy}"));
     }
 }

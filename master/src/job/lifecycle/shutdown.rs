@@ -160,10 +160,9 @@ impl Job {
         } else if self.evict_unfinished(now) {
             self.reconcile(now);
         } else {
-            self.log_event(format!(
-                "the group has not finished within {} s",
-                self.stop_wait().as_secs()
-            ));
+            let why = format!("the group has not finished within {} s", self.stop_wait().as_secs());
+            self.log_event(why.clone());
+            self.note_unsaved(why);
             self.end_stopped();
         }
     }
@@ -239,6 +238,9 @@ impl Job {
             None => format!("the job {state} at step {}", self.data.step()),
         };
         self.log_event(line);
+        if outcome != Outcome::Completed || self.exported().is_none() {
+            self.log_unsaved();
+        }
         self.reporting.set_error(error);
         self.lifecycle.phase = Phase::Ending(outcome);
         self.out.mark_dirty_urgent();
@@ -314,6 +316,7 @@ impl Job {
         self.log_recovery();
         self.out.mark_dirty_urgent();
         self.log_event(format!("the job {} at step {step}", name(Outcome::Stopped)));
+        self.log_unsaved();
         self.end_now();
     }
 

@@ -42,6 +42,12 @@ impl Job {
         self.lifecycle.is_suspended()
     }
 
+    /// Whether the job is suspended, and some of its workers have not ended yet.
+    #[must_use]
+    pub(crate) fn is_suspending(&self) -> bool {
+        self.is_suspended() && self.workers.has_launches()
+    }
+
     /// Whether the job has no more steps: it stops, or is over.
     #[must_use]
     pub(crate) fn is_ending(&self) -> bool {
@@ -66,7 +72,13 @@ impl Job {
         }
         self.lifecycle.is_suspended = false;
         self.out.mark_dirty_urgent();
-        self.log_event("the job is resumed".into());
+        let ends_first = self.group.is_formed()
+            && self.lifecycle.suspended_generation == Some(self.group.generation());
+        let when = match ends_first {
+            true => " as soon as its workers have ended with their checkpoint",
+            false => "",
+        };
+        self.log_event(format!("the job is resumed{when}"));
         // The workers that start now replace none that has failed.
         let staying = self.workers.launches().filter(|(_, l)| l.stays()).count();
         let staying = u32::try_from(staying).expect("launches are limited by max_workers");

@@ -398,6 +398,11 @@ impl JobHistory {
         self.totals.checkpoints.newest.as_ref()
     }
 
+    /// Notes why the last checkpoint is not written, unless a worker has told.
+    pub(crate) fn explain_unsaved(&mut self, why: String) {
+        self.totals.checkpoints.error.get_or_insert(why);
+    }
+
     /// Notes that a checkpoint is requested. Returns whether none was.
     pub(crate) fn want_checkpoint(&mut self) -> bool {
         !std::mem::replace(&mut self.wants_checkpoint, true)

@@ -103,10 +103,8 @@ impl Job {
         match self.lifecycle.phase() {
             Phase::Ended(outcome) => shutdown::name(outcome),
             Phase::Ending(_) => "ending",
-            Phase::Running if self.lifecycle.is_suspended() => match self.workers.has_launches() {
-                true => "suspending",
-                false => "suspended",
-            },
+            Phase::Running if self.is_suspending() => "suspending",
+            Phase::Running if self.lifecycle.is_suspended() => "suspended",
             Phase::Running if self.lifecycle.is_taking_over() => "resuming",
             Phase::Running if !self.spec.work.trains() && self.workers.has_members() => "running",
             Phase::Running if !self.workers.has_members() && self.is_queued() => "queued",
@@ -369,8 +367,8 @@ impl Job {
         whole.min(of_steps)
     }
 
-    /// The lowest rank exports before it sends its final report.
-    fn exported(&self) -> Option<String> {
+    /// Where the last model is. The lowest rank exports before it sends its final report.
+    pub(crate) fn exported(&self) -> Option<String> {
         let Work::Train { export: Some(export) } = &self.spec.work else { return None };
         match self.reporting.final_report() {
             Some(report) if report.exported && report.failure.is_none() => Some(export.clone()),

@@ -172,6 +172,33 @@ fn a_group_that_has_given_up_a_checkpoint_has_its_time_again_to_end() {
 }
 
 #[test]
+fn a_job_that_ends_says_which_steps_are_in_no_checkpoint_and_why_and_where_its_model_is() {
+    let ended = |event: Event, until: u64| {
+        let work = Work::Train { export: Some("/m".into()) };
+        let mut job = started(JobSpec { work, ..kept() }, &[20]);
+        deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
+        news(&mut job, saved(1));
+        job.handle(at(0), event);
+        job.handle_timeout(at(until));
+        assert_eq!(job.outcome(), Some(Outcome::Stopped));
+        (job.status(at(0)).events, job.summary(at(0)).checkpoints.unwrap().error)
+    };
+    let unsaved = |why: &str| {
+        format!("steps 2 to 3 are in no checkpoint{why}; the job can be resumed from /c/step-1")
+    };
+    let why = "the group has not finished within 60 s";
+    let (events, error) = ended(Event::Stop, 60_000);
+    assert!(events.contains(&unsaved(&format!(" ({why})"))), "{events:?}");
+    assert_eq!(error.as_deref(), Some(why));
+    let (events, error) = ended(Event::StopNow, 0);
+    assert!(events.contains(&unsaved("")) && error.is_none(), "{events:?}");
+    let unexported = "/m is not written by this job: the job has ended before its export was \
+                      complete; the model of step 1 is in a checkpoint: elasticdl convert \
+                      /c/step-1 /m -- PROGRAM";
+    assert!(events.contains(&unexported.to_owned()), "{events:?}");
+}
+
+#[test]
 fn a_late_checkpoint_makes_up_for_none_that_a_stopped_job_has_left_out() {
     let mut job = started(kept(), &[20]);
     deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));

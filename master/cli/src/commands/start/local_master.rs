@@ -135,6 +135,12 @@ fn run(
     let has_table = console.progress() == Some(LogFormat::Text);
     let warnings = warnings(&ended.summary, has_table);
     warnings.iter().for_each(|warning| print_warning(warning));
+    if ended.outcome == Outcome::Stopped && ended.summary.error.is_none() && !is_replaced {
+        for model in dir.unexported_models() {
+            let model = model.display();
+            print_warning(&format!("a model was not exported to its place: it is in {model}"));
+        }
+    }
     if let Some(folder) = refused {
         print_warning(&format!(
             "this job did not start, and the earlier job in {} is as it was; the files of this one \
