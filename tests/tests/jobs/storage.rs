@@ -25,6 +25,16 @@ fn job(folder: &TempDir, server: &S3) -> Command {
 
 /// The data in a store and in `folder`, and a job of three workers on `training_data`.
 fn job_on(training_data: impl Into<OsString>, folder: &TempDir, server: &S3) -> Command {
+    job_of(&[], training_data, folder, server)
+}
+
+/// As [`job_on`], with these options of the program.
+fn job_of(
+    options: &[&str],
+    training_data: impl Into<OsString>,
+    folder: &TempDir,
+    server: &S3,
+) -> Command {
     let data = folder.path().join("data");
     counting_data(&data, RECORDS, 300).unwrap();
     for entry in std::fs::read_dir(&data).unwrap().map(Result::unwrap) {
@@ -32,6 +42,7 @@ fn job_on(training_data: impl Into<OsString>, folder: &TempDir, server: &S3) -> 
         server.put(&format!("bucket/data/{name}"), std::fs::read(entry.path()).unwrap());
     }
     let program = [PROGRAMS.counting, "--records", "6000", "--micros-per-record", "2500"];
+    let program = [&program, options].concat();
     Command::new(PROGRAMS.elasticdl, folder.path().join("job"), program)
         .option("training-data", training_data)
         .option("num-epochs", "1")
@@ -105,25 +116,68 @@ fn a_stop_gives_up_a_checkpoint_whose_write_hangs_and_exports_the_model() {
 
 #[test]
 fn a_store_that_returns_while_a_stopped_job_ends_gets_the_last_checkpoint() {
+    for options in [&[][..], &["--tables"], &["--slots"]] {
+        let folder = tempfile::tempdir().unwrap();
+        let server = S3::start(FaultRates::default(), 1);
+        let job = job_of(options, folder.path().join("data"), &folder, &server)
+            .option("checkpoint-dir", "s3://bucket/back")
+            .option("checkpoint-every", "20");
+        let is_sharded = options == ["--slots"];
+        let mut job = if is_sharded { job.flag("shard-optimizer") } else { job }.start();
+        job.wait_for_work_of(3);
+        server.set_fault_rates(FaultRates { unavailable: true, ..FaultRates::default() });
+        job.signal(Signal::INT);
+        job.wait_for("the end of the wait for the checkpoint", |status| {
+            status.events.iter().any(|event| event.contains("the storage of checkpoints hangs"))
+        });
+        server.set_fault_rates(FaultRates::default());
+        let ended = job.wait();
+        ended.assert_outcome(130, "stopped");
+        let summary = ended.summary();
+        let newest = summary.checkpoints.as_ref().and_then(|kept| kept.newest.as_ref());
+        assert_eq!(newest.map(|newest| newest.step), Some(summary.steps), "{}", ended.output);
+    }
+}
+
+#[test]
+fn users_are_told_of_checkpoints_to_a_silent_store_and_where_the_model_of_an_ended_job_is() {
+    let silent = FaultRates { silent: true, ..FaultRates::default() };
     let folder = tempfile::tempdir().unwrap();
     let server = S3::start(FaultRates::default(), 1);
+    let is_told = |status: &Status, of: &str| status.events.iter().any(|told| told.contains(of));
     let mut job = job_on(folder.path().join("data"), &folder, &server)
-        .option("checkpoint-dir", "s3://bucket/back")
-        .option("checkpoint-every", "20")
-        .option("export", folder.path().join("model.safetensors"))
+        .option("checkpoint-dir", "s3://bucket/silent")
         .start();
     job.wait_for_work_of(3);
-    server.set_fault_rates(FaultRates { unavailable: true, ..FaultRates::default() });
+    server.set_fault_rates(silent);
     job.signal(Signal::INT);
-    job.wait_for("the end of the wait for the checkpoint", |status| {
-        status.events.iter().any(|event| event.contains("the storage of checkpoints hangs"))
+    job.wait_for("the wait for the checkpoint", |status| {
+        is_told(status, "s3://bucket/silent: the last checkpoint is not written after 5 s")
+            && is_told(status, "the stop waits for up to 60 s for storage")
     });
-    server.set_fault_rates(FaultRates::default());
+    job.signal(Signal::INT);
     let ended = job.wait();
-    ended.assert_outcome(130, "stopped");
-    let summary = ended.summary();
-    let newest = summary.checkpoints.as_ref().and_then(|kept| kept.newest.as_ref());
-    assert_eq!(newest.map(|newest| newest.step), Some(summary.steps), "{}", ended.output);
+    assert!(ended.output.contains("in no checkpoint; there is none"), "{}", ended.output);
+    // Likewise for an export.
+    server.set_fault_rates(FaultRates::default());
+    let folder = tempfile::tempdir().unwrap();
+    let mut job = job_on(folder.path().join("data"), &folder, &server)
+        .option("export", "s3://bucket/model.safetensors")
+        .start();
+    job.wait_for_work_of(3);
+    server.set_fault_rates(silent);
+    job.signal(Signal::INT);
+    job.wait_for("the wait for the export", |status| is_told(status, "the stop waits for up to"));
+    job.signal(Signal::INT);
+    let ended = job.wait();
+    let kept = folder.path().join("job/model.safetensors");
+    let text = format!("a model was not exported to its place: it is in {}", kept.display());
+    assert!(ended.output.contains(&text) && kept.is_file(), "{}", ended.output);
+    assert!(
+        ended.output.contains("is not written by this job: the job has ended"),
+        "{}",
+        ended.output
+    );
 }
 
 #[test]

@@ -27,7 +27,7 @@ pub mod worker {
     pub use crate::reader::refuse_bad_records;
     pub use crate::readers::sources::{describe_sources, place_of};
     pub use crate::storage::retry::{
-        WaitStatus, pause_unless_stopped, set_stop_flag, set_wait_flag, stop_flag, wait_for_access,
-        wait_status, with_patience,
+        StorageWait, WaitStatus, pause_unless_stopped, set_stop_flag, set_wait_flag, stop_flag,
+        wait_for_access, wait_status, with_patience,
     };
 }

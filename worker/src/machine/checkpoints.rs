@@ -2,14 +2,16 @@
 
 use std::fmt::Debug;
 use std::sync::Arc;
+use std::time::Duration;
 
+use elasticdl_data::worker::{StorageWait, wait_status};
 use elasticdl_tables::SavedChunk;
 
 use crate::checkpoint::{
     CheckpointWriter, Completion, JobFingerprint, Locations, OwnShard, RestoreError, Restored,
     SavedPart, TakeShard, newest, read_chunks, read_rows, restore,
 };
-use crate::session::checkpoint::Written;
+use crate::session::checkpoint::{WRITE_AT_STOP, Written};
 use crate::session::header::StateRecord;
 
 /// Where a trainer writes checkpoints, and from where a group starts. What reads from storage
@@ -37,6 +39,10 @@ pub trait CheckpointStore: Debug {
 
     /// The next result of a write, if there is one.
     fn poll(&mut self) -> Option<Completion>;
+
+    /// The group has been waiting for a checkpoint for so long, and waits for so long at most;
+    /// `None`: it does not wait. Users are told of long waits. To be called again and again.
+    fn note_wait(&mut self, _wait: Option<(Duration, Duration)>, _is_stopping: bool) {}
 
     /// Loads the newest complete checkpoint into `parameters` and `slots`; `None`: there is none.
     /// `damaged` is called for each damaged one, with the reason.
@@ -102,6 +108,8 @@ pub(crate) struct StoredCheckpoints {
     pub(crate) fingerprint: Arc<JobFingerprint>,
     /// `None` if the job writes none.
     pub(crate) writer: Option<CheckpointWriter>,
+    /// The wait for a checkpoint that users are told of.
+    pub(crate) wait: Option<StorageWait>,
 }
 
 impl CheckpointStore for StoredCheckpoints {
@@ -135,6 +143,30 @@ impl CheckpointStore for StoredCheckpoints {
 
     fn poll(&mut self) -> Option<Completion> {
         self.writer.as_mut()?.poll()
+    }
+
+    fn note_wait(&mut self, wait: Option<(Duration, Duration)>, is_stopping: bool) {
+        let long = wait.filter(|(waited, _)| *waited >= SILENCE);
+        match (long, &self.locations.own) {
+            // A request that has failed is reported already.
+            (Some((_, limit)), Some(own))
+                if self.wait.is_none() && wait_status().storage.is_none() =>
+            {
+                let silence = SILENCE.as_secs();
+                let text = match is_stopping {
+                    true => format!("the last checkpoint is not written after {silence} s"),
+                    false => format!(
+                        "a checkpoint that training waits for is not written after {silence} s; \
+                         it waits for up to {} s, and after a stop for {} s",
+                        limit.as_secs(),
+                        WRITE_AT_STOP.as_secs()
+                    ),
+                };
+                self.wait = Some(StorageWait::begin(own.address(), &text, limit));
+            }
+            (None, _) => self.wait.take().into_iter().for_each(|wait| wait.end(true)),
+            _ => {}
+        }
     }
 
     fn restore(
@@ -179,3 +211,6 @@ impl CheckpointStore for StoredCheckpoints {
         self.locations.pass_over(checkpoint, reason);
     }
 }
+
+/// Time after which users are told of a wait.
+const SILENCE: Duration = Duration::from_secs(5);

@@ -9,7 +9,7 @@ use super::outcome::is_withheld;
 use super::phase::{Group, Phase};
 use super::{Session, Task};
 use crate::session::checkpoint::{
-    self, CheckpointHeader, FinalCheckpoint, Written, final_checkpoint,
+    self, CheckpointHeader, Circumstances, FinalCheckpoint, Written, final_checkpoint,
 };
 use crate::session::evaluation::{Evaluation, Plan, Scores};
 use crate::session::halt::{Halt, Reason};
@@ -208,21 +208,23 @@ impl Session {
         self.checkpoints.committed(step, is_written);
     }
 
-    /// Step of a checkpoint whose write turns out to hang. It counts as failed from `now` on.
+    /// Step of a checkpoint whose write turns out to hang. It counts as failed from `now` on or, in
+    /// a job that stops, soon.
     pub fn poll_hung_checkpoint(&mut self, now: Duration) -> Option<u64> {
-        self.checkpoints.poll_hung(now, self.requests.stop)
+        let waits = matches!(self.phase, Phase::Round { assigned: None, .. });
+        let (stops, at_end) = (self.requests.stop, self.at_end());
+        self.checkpoints.poll_hung(now, Circumstances { stops, at_end, waits })
     }
 
-    /// Whether a write of this rank's checkpoint hangs, and has been counted as failed.
+    /// How long this rank's group has been waiting for a checkpoint and how long it waits at most;
+    /// `None`: it does not wait.
+    pub fn waits_for_checkpoint(&self) -> Option<(Duration, Duration)> {
+        self.checkpoints.waits_for()
+    }
+
+    /// Whether a write of this rank's checkpoint takes too long, and users have been told.
     pub fn has_hung_checkpoint(&self) -> bool {
-        self.checkpoints.hangs()
-    }
-
-    /// Writes the last checkpoint, if the group has left it out because of a write that hung, on
-    /// this rank alone, call by call. Returns what is due.
-    pub fn make_up_checkpoint(&mut self) -> FinalCheckpoint {
-        let Some((generation, _)) = self.group_rank() else { return FinalCheckpoint::Nothing };
-        self.checkpoints.make_up(self.step(), generation)
+        self.checkpoints.is_told()
     }
 
     /// Whether the job ends before its data does, because evaluations no longer improve.

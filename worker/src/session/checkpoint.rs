@@ -14,9 +14,9 @@
 //!
 //! A write can hang: the server of a mounted folder may be gone, and the system call never returns.
 //! After a limit such a write counts as failed. A rank has one thread for writes, so no rank begins
-//! another checkpoint before the write has ended after all, and the end of the job does not wait.
-//! If the write ends while the first rank exports the model, that rank writes the last checkpoint,
-//! which the group has left out, alone.
+//! another checkpoint before the write has ended after all, and the end of the job waits only
+//! briefly. A stop waits longer, and says after most of this time what it waits for: if the storage
+//! returns meanwhile, the last checkpoint is written.
 //!
 //! **Invariant:** ranks of a group begin the same checkpoint at the same step. **Invariant:** no
 //! rank waits for a checkpoint, except at the end of the job. **Invariant:** a rank has at most one
@@ -140,7 +140,20 @@ struct Write {
     step: u64,
     /// `None` until the time is known.
     began: Option<Duration>,
+    /// Whether users have been told that it takes too long.
+    is_told: bool,
     hangs: bool,
+}
+
+/// What a group does while its checkpoint is written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Circumstances {
+    /// The job stops.
+    pub stops: bool,
+    /// It makes no further step.
+    pub at_end: bool,
+    /// It makes no step before the checkpoint.
+    pub waits: bool,
 }
 
 /// One rank's knowledge of the job's checkpoints.
@@ -156,12 +169,13 @@ pub struct Checkpoints {
     requested: bool,
     overdue: bool,
     write: Option<Write>,
-    /// Whether a write hung at the last round, and this rank's had not ended.
-    is_held_up: bool,
     longest_write: Duration,
     now: Duration,
     /// When this rank has learned that the job stops.
     stops_since: Option<Duration>,
+    /// When the job stopped, or made its last step.
+    ends_since: Option<Duration>,
+    waits_since: Option<Duration>,
     current: Option<Current>,
     /// Step of the checkpoint of a state that has been given up, whose manifest this rank is still
     /// writing.
@@ -183,10 +197,11 @@ impl Checkpoints {
             requested: false,
             overdue: false,
             write: None,
-            is_held_up: false,
             longest_write: Duration::ZERO,
             now: Duration::ZERO,
             stops_since: None,
+            ends_since: None,
+            waits_since: None,
             current: None,
             forgotten: None,
             tasks: VecDeque::new(),
@@ -245,7 +260,6 @@ impl Checkpoints {
         self.failed = self.failed.max(headers.iter().filter_map(|w| w.failed).max());
         let known = headers.iter().map(|w| w.interval_base).chain(self.complete).chain(self.failed);
         self.interval_base = self.interval_base.max(known.max().unwrap_or(0));
-        self.is_held_up = self.write.is_some() && headers.iter().any(|w| w.hangs);
         let Some(current) = &mut self.current else { return };
         if self.complete.max(self.failed) >= Some(current.step) {
             return self.settle();
@@ -309,27 +323,6 @@ impl Checkpoints {
         self.tasks.push_back(Task::Write { step, generation, rank, world_size, is_last });
     }
 
-    /// Writes the checkpoint of the last `step` on this rank alone, if the group, which has ended,
-    /// has left it out because of a write that hung. Returns what is due: `Wait` for the end of
-    /// that write, `Begin` while the checkpoint is being written, `Nothing` once it is settled.
-    pub fn make_up(&mut self, step: u64, generation: Generation) -> FinalCheckpoint {
-        let me = [self.me];
-        if self.current.is_some() {
-            let header = self.header(step);
-            self.handle_headers(&me, &[&header]);
-        } else if !self.is_held_up || step == 0 || self.complete >= Some(step) {
-            return FinalCheckpoint::Nothing;
-        } else if self.write.is_some() {
-            return FinalCheckpoint::Wait;
-        } else {
-            self.failed = self.failed.filter(|failed| *failed < step);
-            // This write has as much time as those that were under way when the job stopped.
-            self.stops_since = None;
-            self.begin((step, true), generation, &me, self.now);
-        }
-        self.current.as_ref().map_or(FinalCheckpoint::Nothing, |_| FinalCheckpoint::Begin)
-    }
-
     /// The group makes no step until the checkpoint that has just begun is complete or has failed.
     pub fn await_current(&mut self) {
         self.current.iter_mut().for_each(|current| current.is_awaited = true);
@@ -387,33 +380,68 @@ impl Checkpoints {
         }
     }
 
-    /// Notes the time, and whether the job `stops`. Returns the step of a write that turns out to
-    /// hang; it counts as failed from then on.
-    pub fn poll_hung(&mut self, now: Duration, stops: bool) -> Option<u64> {
+    /// Notes the time and what the group does. Returns the step of a write that takes too long,
+    /// once: it counts as failed from now on or, in a job that stops, soon.
+    pub fn poll_hung(&mut self, now: Duration, circumstances: Circumstances) -> Option<u64> {
+        let Circumstances { stops, at_end, waits } = circumstances;
         self.now = now;
         if stops {
             self.stops_since.get_or_insert(now);
         }
+        if stops || at_end {
+            self.ends_since.get_or_insert(now);
+        }
+        self.waits_since = match waits && self.is_writing() {
+            true => self.waits_since.or(Some(now)),
+            false => None,
+        };
+        let (limit, stops_since) = (self.limit(), self.stops_since);
         let write = self.write.as_mut().filter(|write| !write.hangs)?;
         let began = *write.began.get_or_insert(now);
-        let limit = match self.longest_write {
-            Duration::ZERO => WRITE_UNKNOWN,
-            longest => WRITE_MIN.max(longest * USUAL_TIMES),
-        };
         let is_late = |since: Duration, limit| now.saturating_sub(since) > limit;
-        let stop_is_late = self.stops_since.is_some_and(|since| is_late(since, WRITE_AT_STOP));
-        if !is_late(began, limit) && !stop_is_late {
-            return None;
+        // Each write has the whole time of a stop.
+        let stop_is_late =
+            |limit| stops_since.is_some_and(|since| is_late(since.max(began), limit));
+        write.hangs = is_late(began, limit) || stop_is_late(WRITE_AT_STOP);
+        let was_told = write.is_told;
+        write.is_told |= write.hangs || stop_is_late(TOLD_AT_STOP);
+        let Write { step, is_told, hangs, .. } = *write;
+        if hangs {
+            self.note_result(step, false);
         }
-        write.hangs = true;
-        let step = write.step;
-        self.note_result(step, false);
-        Some(step)
+        (is_told && !was_told).then_some(step)
     }
 
-    /// Whether a write of this rank hangs.
+    /// How long a write may take while the job does not stop.
+    fn limit(&self) -> Duration {
+        match self.longest_write {
+            Duration::ZERO => WRITE_UNKNOWN,
+            longest => WRITE_MIN.max(longest * USUAL_TIMES),
+        }
+    }
+
+    /// How long the group has been waiting for a checkpoint and how long it waits at most; `None`:
+    /// it does not wait.
+    pub fn waits_for(&self) -> Option<(Duration, Duration)> {
+        let limit = if self.stops_since.is_some() { WRITE_AT_STOP } else { self.limit() };
+        self.waits_since.map(|since| (self.now.saturating_sub(since), limit))
+    }
+
+    /// Whether no checkpoint can be written because a write of this rank hangs.
     pub fn hangs(&self) -> bool {
-        self.write.is_some_and(|write| write.hangs)
+        let ends_since = self.ends_since.map(|since| self.now.saturating_sub(since));
+        let has_waited = ends_since.is_none_or(|waited| waited > HUNG_AT_END);
+        has_waited && self.write.is_some_and(|write| write.hangs)
+    }
+
+    /// Whether users have been told that a write of this rank takes too long.
+    pub fn is_told(&self) -> bool {
+        self.write.is_some_and(|write| write.is_told)
+    }
+
+    /// Whether this rank writes, or takes part in a checkpoint.
+    fn is_writing(&self) -> bool {
+        self.write.is_some() || self.current.is_some()
     }
 
     pub fn poll(&mut self) -> Option<Task> {
@@ -447,7 +475,7 @@ impl Checkpoints {
 
 impl Write {
     fn of(step: u64) -> Self {
-        Self { step, began: None, hangs: false }
+        Self { step, began: None, is_told: false, hangs: false }
     }
 }
 
@@ -483,8 +511,13 @@ const WRITE_UNKNOWN: Duration = Duration::from_secs(3600);
 const WRITE_MIN: Duration = Duration::from_secs(900);
 /// A write this many times as long as usual hangs.
 const USUAL_TIMES: u32 = 20;
-/// How long a stop waits for a write. Its master gives the state up after 60 s.
-const WRITE_AT_STOP: Duration = Duration::from_secs(50);
+/// How long a stop waits for a write.
+pub const WRITE_AT_STOP: Duration = Duration::from_secs(55);
+/// When the master hears of that, from which the stop has another minute: it would give the state
+/// up after the first.
+const TOLD_AT_STOP: Duration = Duration::from_secs(45);
+/// How long the end of a job waits for a write that hung before.
+const HUNG_AT_END: Duration = Duration::from_secs(15);
 
 #[cfg(test)]
 mod tests;

@@ -55,8 +55,13 @@ impl<M: Model> Trainer<'_, M> {
         }
         let now = self.machine.now() - self.started;
         if let Some(step) = self.session.poll_hung_checkpoint(now) {
-            tell(CheckpointNews::Failed { step, error: HANGS.into() });
+            let then = match self.session.is_stopping() {
+                true => "the job stops without a checkpoint unless the write ends soon",
+                false => "no other one is begun before it has",
+            };
+            tell(CheckpointNews::Failed { step, error: format!("{HANGS}, and {then}") });
         }
+        store.note_wait(self.session.waits_for_checkpoint(), self.session.is_stopping());
         let has_parameters = self.sharded.as_ref().is_none_or(ShardedOptimizer::is_gathered);
         while let Some(task) = self.session.poll_checkpoint() {
             match task {
@@ -169,5 +174,4 @@ impl<M: Model> Trainer<'_, M> {
 }
 
 /// The error of a write that hangs.
-const HANGS: &str =
-    "the storage of checkpoints hangs: a write has not ended, and none is begun before it has";
+const HANGS: &str = "the storage of checkpoints hangs: a write has not ended";

@@ -17,7 +17,6 @@ use crate::machine::{Machine, receive};
 use crate::messages::ControlEvent;
 use crate::model::Model;
 use crate::session::FinalState;
-use crate::session::checkpoint::FinalCheckpoint;
 use crate::session::halt::Ending;
 use crate::tensor::Tensor;
 use crate::tensors::digest_without_slots;
@@ -61,9 +60,6 @@ impl<M: Model> Trainer<'_, M> {
         };
         if let Some(tables) = &mut self.tables {
             tables.exported = Some(exported.clone());
-        }
-        if exported == Some(Ok(())) {
-            self.make_up_checkpoint(&arrived)?;
         }
         let model = &mut self.model;
         let mut summary = None;
@@ -151,28 +147,6 @@ impl<M: Model> Trainer<'_, M> {
         rows.end(false)?;
         self.tell_best(saved.or_else(|| self.saved_best()));
         Ok(exported)
-    }
-
-    /// Writes the last checkpoint, if the group has left it out because of a write that hung, and
-    /// the storage answers again. All ranks hold the state, so this one writes all of it; not where
-    /// each holds a part.
-    fn make_up_checkpoint(&mut self, arrived: &RefCell<Vec<ControlEvent>>) -> Result<(), Stopped> {
-        if self.tables.is_some() || self.sharded.is_some() {
-            return Ok(());
-        }
-        let (inbox, machine) = (self.inbox, Arc::clone(&self.machine));
-        let until = machine.now() + WAIT_FOR_HUNG;
-        loop {
-            self.poll_checkpoint_writer()?;
-            let is_over = match self.session.make_up_checkpoint() {
-                FinalCheckpoint::Begin => false,
-                FinalCheckpoint::Nothing => true,
-                FinalCheckpoint::Wait => machine.now() >= until,
-            };
-            if is_over || wait_unless_stopped(&*machine, inbox, POLL, arrived) {
-                return Ok(());
-            }
-        }
     }
 
     /// How long what is written at the end of the job is tried.
@@ -280,6 +254,3 @@ const PATIENCE_WITHOUT_FALLBACK: Duration = Duration::from_secs(600);
 const PATIENCE_OF_STOP: Duration = Duration::from_secs(3);
 /// As [`PATIENCE_OF_STOP`], in a pod: the master waits for a minute.
 const PATIENCE_OF_STOP_WITHOUT_FALLBACK: Duration = Duration::from_secs(20);
-/// How long a job whose model is exported waits for a write that hangs.
-const WAIT_FOR_HUNG: Duration = Duration::from_secs(15);
-const POLL: Duration = Duration::from_millis(20);

@@ -103,7 +103,7 @@ impl Checkpointing {
         };
         let (run, best_metric) = (fingerprint.run.clone(), fingerprint.best_metric.clone());
         Ok(Self {
-            store: Box::new(StoredCheckpoints { locations, fingerprint, writer }),
+            store: Box::new(StoredCheckpoints { locations, fingerprint, writer, wait: None }),
             run,
             best_metric,
             allows_mixed_builds: options.allows_mixed_builds,

@@ -123,6 +123,11 @@ pub(super) fn write(path: &Path, parts: &[Bytes]) -> io::Result<()> {
             file.sync_all()?;
             fs::rename(&staged, path)
         });
+    let written = written.map_err(|error| match error.kind() {
+        // For a read this means that there is no such file.
+        io::ErrorKind::IsADirectory => io::Error::other("there is a folder with this name"),
+        _ => error,
+    });
     if written.is_err() {
         drop(fs::remove_file(&staged));
         if is_new {

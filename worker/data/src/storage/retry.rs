@@ -222,10 +222,32 @@ impl Waits {
     }
 }
 
+/// A wait of the process for storage that no request reports, until [`end`](Self::end).
+pub struct StorageWait(Waiter<'static>);
+
+impl StorageWait {
+    /// A wait for the storage `address` begins, for up to `limit`; `text` is for users.
+    #[must_use]
+    pub fn begin(address: &str, text: &str, limit: Duration) -> Self {
+        Self(Waiter::begin(&WAITS, address, &text, limit))
+    }
+
+    /// The wait is over.
+    pub fn end(self, is_answered: bool) {
+        self.0.end(is_answered);
+    }
+}
+
+impl std::fmt::Debug for StorageWait {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("StorageWait").field(&self.0.address).finish()
+    }
+}
+
 /// A waiting thread.
 pub(super) struct Waiter<'a> {
     waits: &'a Waits,
-    address: &'a str,
+    address: String,
 }
 
 impl<'a> Waiter<'a> {
@@ -233,11 +255,11 @@ impl<'a> Waiter<'a> {
     /// of `error`.
     pub(super) fn begin(
         waits: &'a Waits,
-        address: &'a str,
+        address: &str,
         error: &impl Display,
         limit: Duration,
     ) -> Self {
-        let waiter = Self { waits, address };
+        let waiter = Self { waits, address: address.to_owned() };
         let mut state = waits.lock();
         state.threads += 1;
         if state.since.is_none() {
@@ -253,7 +275,7 @@ impl<'a> Waiter<'a> {
 
     fn note(&self, error: &impl Display) {
         self.waits.lock().storage = match error.to_string() {
-            text if text.contains(self.address) => text,
+            text if text.contains(&self.address) => text,
             text => format!("{}: {text}", self.address),
         };
     }

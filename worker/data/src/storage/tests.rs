@@ -36,6 +36,8 @@ fn written_files_can_be_read_listed_and_removed() {
         matches!(&error, StorageError::NotFound { path } if path.ends_with("c%d/x/1")),
         "{error}"
     );
+    let error = storage.write("x", vec![Bytes::from_static(b"1")]).unwrap_err().to_string();
+    assert!(error.ends_with("c%d/x: there is a folder with this name"), "{error}");
     storage.write("file", vec![Bytes::from_static(b"1")]).unwrap();
     let error = storage.read("file/below").unwrap_err();
     assert!(matches!(&error, StorageError::NotFound { .. }), "{error}");

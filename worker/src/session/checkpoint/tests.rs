@@ -55,7 +55,8 @@ impl Ranks {
             }
         }
         for (rank, (_, checkpoints)) in self.ranks.iter_mut().enumerate() {
-            self.hung.extend(checkpoints.poll_hung(now, self.stops).map(|_| (rank, step)));
+            let circumstances = Circumstances { stops: self.stops, ..Circumstances::default() };
+            self.hung.extend(checkpoints.poll_hung(now, circumstances).map(|_| (rank, step)));
         }
         self.begun.extend(begins(&headers).then_some(step));
     }
@@ -85,6 +86,12 @@ impl Ranks {
             self.step();
             (0..self.ranks.len()).for_each(|rank| while self.work(rank, true) {});
         }
+    }
+
+    /// What the group has to do if it ends now.
+    fn at_end(&self) -> FinalCheckpoint {
+        let headers = self.headers();
+        final_checkpoint(&headers.iter().collect::<Vec<_>>(), self.step)
     }
 
     fn complete(&self) -> Vec<Option<u64>> {
@@ -234,9 +241,13 @@ fn a_write_that_hangs_fails_once_and_no_checkpoint_begins_before_it_has_ended() 
     assert_eq!(hang(&mut ranks, 1), 10 + WRITE_UNKNOWN.as_secs() + 1);
     (0..5000).for_each(|_| ranks.step());
     assert_eq!((&*ranks.hung, &*ranks.begun), (&[(1, 3611)][..], &[10][..]));
-    let headers = ranks.headers();
-    let headers: Vec<&CheckpointHeader> = headers.iter().collect();
-    assert_eq!(final_checkpoint(&headers, ranks.step), FinalCheckpoint::Nothing);
+    assert_eq!(ranks.at_end(), FinalCheckpoint::Nothing);
+    // The end of the job waits briefly.
+    ranks.stops = true;
+    ranks.step();
+    assert_eq!(ranks.at_end(), FinalCheckpoint::Wait);
+    (0..=HUNG_AT_END.as_secs()).for_each(|_| ranks.step());
+    assert_eq!(ranks.at_end(), FinalCheckpoint::Nothing);
     ranks.work(1, false);
     let next = ranks.step + 1;
     ranks.step_to(next + 3);
@@ -244,27 +255,46 @@ fn a_write_that_hangs_fails_once_and_no_checkpoint_begins_before_it_has_ended() 
 }
 
 #[test]
-fn a_checkpoint_that_a_group_has_left_out_is_made_up_for_by_one_rank_when_its_write_has_ended() {
-    for is_written in [true, false] {
+fn a_group_that_stops_waits_for_a_write_and_for_the_next_one_if_that_ends() {
+    for (seconds, then) in [(54, FinalCheckpoint::Wait), (57, FinalCheckpoint::Nothing)] {
         let mut ranks = Ranks::new(2, steps(10));
+        ranks.step_to(9);
+        ranks.step();
+        assert!(ranks.work(1, true));
         ranks.stops = true;
-        hang(&mut ranks, 0);
-        let (last, due) =
-            (ranks.step, |ranks: &mut Ranks| ranks.ranks[0].1.make_up(ranks.step, Generation(1)));
-        assert_eq!(due(&mut ranks), FinalCheckpoint::Wait);
-        assert!(ranks.work(0, false));
-        assert_eq!(due(&mut ranks), FinalCheckpoint::Begin);
-        // The stop is long ago, and the new write has as much time as the others had.
-        let now = Duration::from_secs(last);
-        assert_eq!(ranks.ranks[0].1.poll_hung(now, true), None);
+        (0..seconds).for_each(|_| ranks.step());
+        // Users are told before, and once.
+        assert_eq!(ranks.hung, [(0, 11 + TOLD_AT_STOP.as_secs() + 1)]);
+        assert_eq!(ranks.at_end(), then);
+        if then == FinalCheckpoint::Nothing {
+            continue;
+        }
+        // The store returns.
         assert!(ranks.work(0, true));
-        assert_eq!(due(&mut ranks), FinalCheckpoint::Begin);
-        assert!(ranks.work(0, is_written));
-        assert_eq!(due(&mut ranks), FinalCheckpoint::Nothing);
-        assert_eq!(ranks.complete(), [is_written.then_some(last), None]);
-        // The others, whose writes have not hung, leave it to the first one.
-        assert_eq!(ranks.ranks[1].1.make_up(last, Generation(1)), FinalCheckpoint::Nothing);
+        ranks.step();
+        assert!(ranks.work(0, true));
+        let next = ranks.step + 2;
+        (0..40).for_each(|_| ranks.step());
+        assert_eq!((ranks.complete(), &*ranks.begun), (vec![Some(10); 2], &[10, next][..]));
+        assert_eq!((ranks.at_end(), ranks.hung.len()), (FinalCheckpoint::Wait, 1));
     }
+}
+
+#[test]
+fn a_group_that_waits_for_its_checkpoint_knows_for_how_long() {
+    let mut ranks = Ranks::new(1, steps(10));
+    ranks.step_to(9);
+    ranks.step();
+    let checkpoints = &mut ranks.ranks[0].1;
+    let mut at = |s, stops, waits| {
+        let circumstances = Circumstances { stops, waits, ..Circumstances::default() };
+        checkpoints.poll_hung(Duration::from_secs(s), circumstances);
+        checkpoints.waits_for().map(|(waited, limit)| (waited.as_secs(), limit.as_secs()))
+    };
+    assert_eq!([at(11, false, false), at(12, false, true)], [None, Some((0, 3600))]);
+    assert_eq!([at(18, false, true), at(19, true, true)], [Some((6, 3600)), Some((7, 55))]);
+    assert_eq!(at(20, true, false), None);
+    assert!(ranks.work(0, true) && ranks.ranks[0].1.current.is_some());
 }
 
 #[test]
@@ -279,7 +309,7 @@ fn a_manifest_that_is_written_after_all_completes_its_checkpoint() {
 
 #[test]
 fn the_limit_of_a_write_is_learned_and_a_stop_does_not_wait_for_it() {
-    for (usual, stops, limit) in [(1, false, 900), (60, false, 1200), (60, true, 50)] {
+    for (usual, stops, limit) in [(1, false, 900), (60, false, 1200), (60, true, 45)] {
         let mut ranks = Ranks::new(1, steps(1000));
         ranks.step_to(999);
         (0..usual).for_each(|_| ranks.step());
