@@ -441,7 +441,9 @@ impl Master {
                 self.peers.remove(&dead);
             }
             let options = self.job.spec().worker_options();
-            let welcome = Welcome { worker, incarnation: self.incarnation, options };
+            let serves_tables = self.job.serves_tables(worker);
+            let incarnation = self.incarnation;
+            let welcome = Welcome { worker, incarnation, serves_tables, options };
             self.send(worker, |outbox| outbox.welcome(welcome));
         }
     }

@@ -16,6 +16,9 @@ pub struct Welcome {
     /// Fencing token: the number of this master among the job's masters, which grows with each one.
     /// A worker that a newer master has welcomed rejects this one. 0 if the master states none.
     pub incarnation: u64,
+    /// Whether this worker is a table server: it holds rows of the model's tables, and computes no
+    /// records.
+    pub serves_tables: bool,
     /// Options of the job.
     pub options: WorkerOptions,
 }
@@ -91,6 +94,8 @@ pub struct WorkerOptions {
     /// Number of commits by which the rows that a step reads are older than the last one: at most
     /// [`TABLE_LAG_MAX`](crate::limits::TABLE_LAG_MAX).
     pub table_lag: u8,
+    /// Number of workers that hold the rows of tables and compute no records.
+    pub table_servers: u32,
 }
 
 impl WorkerOptions {
@@ -128,6 +133,7 @@ impl WorkerOptions {
             export_changes_since: None,
             no_table_look_ahead: false,
             table_lag: 0,
+            table_servers: 0,
         }
     }
 }

@@ -186,8 +186,9 @@ pub struct WorkerStatus {
     pub pid: u32,
     /// Its rank in the newest generation; `None` while it is no member.
     pub rank: Option<u32>,
-    /// `joining`, `describing`, `preparing`, `fetching`, `ready`, `training`, `evaluating`,
-    /// `predicting`, `leaving`, `finished`, `ending`, or `disconnected` while it is silent.
+    /// `joining`, `describing`, `preparing`, `fetching`, `ready`, `training`, `serving` of a table
+    /// server, `evaluating`, `predicting`, `leaving`, `finished`, `ending`, or `disconnected` while
+    /// it is silent.
     pub state: Cow<'static, str>,
     /// Steps that its state contains, which are the group's; `None` while it does not have the
     /// group's state.
@@ -216,6 +217,10 @@ pub struct WorkerStatus {
     /// Resident memory of its process, in bytes; `None` if it has not told.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_bytes: Option<u64>,
+    /// Whether it is a table server: it holds rows of tables, and computes no records. Only written
+    /// where it is.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub serves_tables: bool,
     /// Memory of the rows of tables that it holds, in bytes; `None` if the model has none.
     #[serde(default)]
     pub table_bytes: Option<u64>,
@@ -291,6 +296,7 @@ pub(crate) mod tests {
             straggler: true,
             cpu: Some(1.5),
             memory_bytes: Some(9_000),
+            serves_tables: true,
             table_bytes: Some(8_000),
             leased_records: Some(64),
             pod: Some("mnist-w-1".into()),
@@ -387,6 +393,7 @@ pub(crate) mod tests {
                 "worker": 1, "pid": 71, "rank": 3, "state": "training", "step": 10,
                 "compute_us": 1500, "share": 0.5, "input_us": 100,
                 "limited_by": "compute", "straggler": true, "cpu": 1.5, "memory_bytes": 9000,
+                "serves_tables": true,
                 "table_bytes": 8000,
                 "leased_records": 64, "pod": "mnist-w-1", "node": "node-2",
             }],
@@ -466,8 +473,9 @@ pub(crate) mod tests {
         status.memberships.push(membership());
         assert_eq!(status.clone().into_json_within(64 << 10), status.to_pretty_json());
         let worker = status.workers[0].clone();
-        status.workers =
-            (0..1024).map(|i| WorkerStatus { worker: WorkerId(i), ..worker.clone() }).collect();
+        let worker =
+            |i: u64| WorkerStatus { worker: WorkerId(i), serves_tables: i == 0, ..worker.clone() };
+        status.workers = (0..1024).map(worker).collect();
         let names = (0..3000).map(|i| WorkerId(1_000_000 + i));
         for membership in &mut status.memberships {
             (membership.lost, membership.joined) =

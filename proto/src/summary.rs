@@ -30,8 +30,7 @@ pub struct Summary {
     pub records: RecordsSummary,
     /// Numbers of workers.
     pub workers: WorkersSummary,
-    /// Every generation, in order. Limited to the newest 10,000, and to those that name 100,000
-    /// workers together.
+    /// Every generation, in order: the newest 10,000, and those that name 100,000 workers together.
     pub memberships: Vec<MembershipChange>,
     /// Mean loss per record, in training of the first and of the last step.
     pub loss: LossSummary,
@@ -51,8 +50,7 @@ pub struct Summary {
     /// Records of the data's files that are not part of the data set.
     #[serde(default)]
     pub records_skipped: Option<SkippedRecords>,
-    /// Steps whose gradients were skipped because they were not finite; their records count as
-    /// trained.
+    /// Steps skipped because gradients were not finite; their records count as trained.
     #[serde(default)]
     pub steps_skipped: u64,
     /// Touches of the rows of the model's tables, if it has tables.
@@ -68,8 +66,7 @@ pub struct Summary {
     pub stop_reason: Option<String>,
     /// The model's summary text.
     pub model_summary: Option<String>,
-    /// Means over all records, by metric, of an evaluated model; `None` for a mean that is not
-    /// finite.
+    /// Means over all records, by metric, of an evaluated model; `None`: not finite.
     pub metrics: Option<BTreeMap<String, Option<f64>>>,
     /// Folder of the predictions.
     pub output: Option<String>,
@@ -172,6 +169,9 @@ pub struct WorkersSummary {
     /// The last group.
     #[serde(rename = "final")]
     pub last: u32,
+    /// Table servers to keep, which are part of both.
+    #[serde(default)]
+    pub table_servers: u32,
     /// Workers started to replace one that had ended.
     pub restarts: u64,
 }
@@ -405,7 +405,7 @@ pub(crate) mod tests {
                 not_trained: 6,
                 repeated: 1,
             },
-            workers: WorkersSummary { peak: 4, last: 2, restarts: 3 },
+            workers: WorkersSummary { peak: 4, last: 2, table_servers: 1, restarts: 3 },
             memberships: vec![membership()],
             loss: LossSummary { first: Some(1.5), last: Some(0.25) },
             training_metrics: [("accuracy".into(), 0.5)].into(),
@@ -477,7 +477,7 @@ pub(crate) mod tests {
             "records": {
                 "expected": 1920, "counted": 1910, "missing": 4, "not_trained": 6, "repeated": 1,
             },
-            "workers": {"peak": 4, "final": 2, "restarts": 3},
+            "workers": {"peak": 4, "final": 2, "table_servers": 1, "restarts": 3},
             "memberships": [{
                 "generation": 2, "cause": "lost", "world_size": 2, "at_step": 9, "gap_ms": 3.0,
                 "detect_ms": 0.125, "abort_ms": 0.25, "agree_ms": 0.375, "connect_ms": 0.5,

@@ -38,7 +38,7 @@ pub(crate) fn origin(
         tensors: xxh3_64(&encode(&(layout, rows))),
         optimizer: xxh3_64(format!("{:?} {of_rows:?}", rule.as_optimizer()).as_bytes()),
     };
-    Origin { host: host.trim().into(), program }
+    Origin { host: host.trim().into(), program, serves_tables: false }
 }
 
 /// The script that an interpreter runs in this process.

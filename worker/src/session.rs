@@ -156,7 +156,7 @@ impl Session {
             Phase::Evaluating { group, .. } => {
                 let plan =
                     self.job.evaluation.as_ref().expect("this phase requires an evaluation plan");
-                Task::Evaluate(plan.share(group.rank, group.members.len()))
+                Task::Evaluate(plan.shares(&group.serves_tables()).swap_remove(group.rank))
             }
             Phase::Fetching => {
                 let (donor, address) = self.fetch.donor();
@@ -202,6 +202,9 @@ impl Session {
             ..StepHeader::default()
         };
         self.assignment.write(&mut header);
+        if self.origin.serves_tables {
+            header.readable = Some(0);
+        }
         header
     }
 

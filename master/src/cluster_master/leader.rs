@@ -112,7 +112,8 @@ impl Leader<'_> {
         tasks.spawn(service.keep(lease_guard.clone()));
         let left = self.remaining_pods(&submitted).await?;
         damage::forget(submitted.anchor.data.as_ref(), &writer).await;
-        let Submitted { task, template, meta, record, age, mut history, .. } = submitted;
+        let Submitted { task, template, table_server, meta, record, age, mut history, .. } =
+            submitted;
         let args_of_program = args_of(&template);
         let options = mlflow::parameters(&task.job, args_of_program.iter().map(String::as_str));
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -126,6 +127,7 @@ impl Leader<'_> {
         )?;
         let pod_factory = PodFactory {
             template,
+            table_servers: table_server.map(|pod| (task.job.max_workers, pod)),
             anchor: meta,
             master: address,
             min_workers: task.job.min_workers,

@@ -11,7 +11,7 @@ use crate::exit::{EXIT_FAILED, Failure, code_of_summary};
 use crate::job::{DatasetFingerprint, PersistedJob};
 use crate::kube::anchor::{Anchor, HISTORY, INCARNATION, RECORD, SUMMARY};
 use crate::kube::file_list::LoadError;
-use crate::kube::objects::{TASK, Task, WORKER_POD};
+use crate::kube::objects::{TABLE_SERVER_POD, TASK, Task, WORKER_POD};
 use crate::kube::{anchor, file_list, persisted_job};
 
 /// Contents of the anchor.
@@ -20,6 +20,8 @@ pub(super) struct Submitted {
     pub(super) anchor: ConfigMap,
     pub(super) task: Task,
     pub(super) template: Pod,
+    /// The template of table servers' pods, if the job has any.
+    pub(super) table_server: Option<Pod>,
     pub(super) meta: ObjectMeta,
     /// Incarnation of this master.
     pub(super) incarnation: u64,
@@ -71,12 +73,28 @@ impl Submitted {
         task.job.check().map_err(|e| malformed(TASK, &e))?;
         let template =
             serde_json::from_str(need(WORKER_POD)?).map_err(|e| malformed(WORKER_POD, &e))?;
+        let table_server = match task.job.table_servers {
+            0 => None,
+            _ => serde_json::from_str(need(TABLE_SERVER_POD)?)
+                .map_err(|e| malformed(TABLE_SERVER_POD, &e))?,
+        };
         let incarnation = next_incarnation(data.get(INCARNATION), transitions);
         let (age, meta) = (anchor::age(&seen.metadata, now), anchor.metadata);
         // The history is for the user alone; one that can't be read begins anew.
         let history = data.get(HISTORY).and_then(|text| StoredHistory::unpack(text).ok());
         let history = history.unwrap_or_default().history.resumed();
-        Ok(Self { history, anchor: seen, task, template, meta, incarnation, record, age, ended })
+        Ok(Self {
+            history,
+            anchor: seen,
+            task,
+            template,
+            table_server,
+            meta,
+            incarnation,
+            record,
+            age,
+            ended,
+        })
     }
 
     /// Adds the data set's list of files, which is stored apart, to the persisted job. Returns the

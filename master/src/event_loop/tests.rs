@@ -39,6 +39,7 @@ impl MasterFixture {
         let (lease_guard, hold) = LeaseGuard::for_test();
         let recorder = EventRecorder::start(&cluster, &meta);
         let factory = PodFactory {
+            table_servers: None,
             template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}}))
                 .unwrap(),
             anchor: meta,

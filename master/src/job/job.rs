@@ -12,9 +12,9 @@ use super::lifecycle::state::Lifecycle;
 use super::outbox::{Outbox, Timer};
 use super::reporting::history::JobHistory;
 use super::spec::JobSpec;
-use super::text::clip;
+use super::text::{clip, counted};
 use super::time::Time;
-use super::workers::table::WorkerTable;
+use super::workers::table::{WorkerTable, launch_of};
 
 /// A job: events and the time in, actions out.
 #[derive(Debug)]
@@ -36,6 +36,13 @@ impl Job {
     #[must_use]
     pub fn new(spec: JobSpec) -> Self {
         let mut job = Self::new_silent(spec);
+        let JobSpec { table_servers, table_replicas, .. } = job.spec;
+        if (1..u32::from(table_replicas)).contains(&table_servers) {
+            job.log_event(format!(
+                "{} for {table_replicas} copies of each row: the others are on workers",
+                counted(table_servers.into(), "table server")
+            ));
+        }
         job.watch_deadline();
         job.launch_missing(Time::default());
         job
@@ -44,7 +51,7 @@ impl Job {
     /// A job that has not started any worker yet.
     pub(super) fn new_silent(spec: JobSpec) -> Self {
         Self {
-            workers: WorkerTable::new(spec.workers_per_pod),
+            workers: WorkerTable::new(spec.workers_per_pod, spec.server_slots()),
             group: Group::default(),
             data: JobData::default(),
             lifecycle: Lifecycle::new(&spec),
@@ -59,6 +66,12 @@ impl Job {
     #[must_use]
     pub(crate) fn with_run_id(self, run_id: Uuid) -> Self {
         Self { run_id, ..self }
+    }
+
+    /// Whether a worker is a table server.
+    #[must_use]
+    pub fn serves_tables(&self, worker: WorkerId) -> bool {
+        self.workers.serves_tables(launch_of(worker))
     }
 
     /// Handles an event that happened at `now`.

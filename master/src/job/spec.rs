@@ -1,6 +1,7 @@
 //! The specification of a job.
 
 use std::num::NonZeroU64;
+use std::ops::Range;
 use std::time::Duration;
 
 use elasticdl_proto::limits::{
@@ -105,6 +106,9 @@ pub struct JobSpec {
     /// at most [`TABLE_LAG_MAX`].
     #[serde(default)]
     pub table_lag: u8,
+    /// Workers, besides `num_workers`, that hold the rows of tables and compute no records.
+    #[serde(default)]
+    pub table_servers: u32,
     /// How long workers may take from SIGTERM to their end.
     pub grace_period: Duration,
     /// What exit codes mean, and when the job ends before its data.
@@ -181,9 +185,15 @@ impl JobSpec {
             export_changes_since: None,
             no_table_look_ahead: false,
             table_lag: 0,
+            table_servers: 0,
             grace_period: Duration::from_secs(30),
             policies: Policies::default(),
         }
+    }
+
+    /// Slots of the table servers: those after all workers'.
+    pub(crate) fn server_slots(&self) -> Range<u32> {
+        self.max_workers..self.max_workers + self.table_servers
     }
 
     /// Whether a model is exported: the last one, or the best.
@@ -245,6 +255,7 @@ impl JobSpec {
             export_changes_since: self.export_changes_since,
             no_table_look_ahead: self.no_table_look_ahead,
             table_lag: self.table_lag,
+            table_servers: self.table_servers,
         }
     }
 
@@ -304,6 +315,13 @@ impl JobSpec {
         if self.max_workers > WORKERS_MAX {
             return one_of("max_workers", self.max_workers.to_string(), "at most 16384");
         }
+        if self.table_servers > WORKERS_MAX - self.max_workers {
+            let wanted = "with max_workers at most 16384";
+            return one_of("table_servers", self.table_servers.to_string(), wanted);
+        }
+        if self.table_servers > 0 && !self.work.trains() {
+            return one_of("table_servers", self.table_servers.to_string(), "0 without training");
+        }
         if !(self.min_workers..=self.max_workers).contains(&self.num_workers) {
             return one_of(
                 "num_workers",
@@ -318,6 +336,7 @@ impl JobSpec {
             ("min_workers", self.min_workers),
             ("num_workers", self.num_workers),
             ("max_workers", self.max_workers),
+            ("table_servers", self.table_servers),
         ];
         if let Some((field, number)) =
             numbers.into_iter().find(|(_, n)| !n.is_multiple_of(self.workers_per_pod))

@@ -48,7 +48,7 @@ pub(crate) fn largest() -> Job {
     });
     let address =
         |i: u32| format!("[fd00:1234:5678:9abc:def0:1234:5678:{i:04x}]:65535").parse().unwrap();
-    job.workers = WorkerTable::new(1);
+    job.workers = WorkerTable::new(1, 0..0);
     for i in 0..WORKERS {
         let disconnected = Disconnected {
             rank: Some(i),

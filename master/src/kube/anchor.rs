@@ -6,6 +6,7 @@
 //! | key | written by | holds |
 //! |---|---|---|
 //! | `task`, `worker-pod` | the user, at submission | what to train, and the worker pod template |
+//! | `table-server-pod` | the user, at submission | the pod template of table servers, if there are any |
 //! | `num-workers`, `stop`, `suspend`, `checkpoint` | the user, later | requested changes |
 //! | `requested-by` | the user, with each of them | who requested it: see `requests` |
 //! | `incarnation` | each master, at its start | number of masters so far: the fencing token |
@@ -24,7 +25,7 @@
 //!
 //! | key | bytes at most | enforced by |
 //! |---|---|---|
-//! | `task`, `worker-pod` | 240 Ki | the submission refuses longer options |
+//! | `task`, `worker-pod`, `table-server-pod` | 240 Ki | the submission refuses longer options |
 //! | `record` | 416 Ki | `persisted_job` compresses and shortens it; empty after the summary |
 //! | `files` | 128 Ki | a longer list is stored in objects of its own |
 //! | `status` | 224 Ki | it is written in one line, and with fewer entries where needed |

@@ -44,7 +44,7 @@ pub(crate) use self::pod_group::{PRIORITY_CLASS, pod_group};
 pub use self::request::{Request, Task};
 use crate::certificates::Certificates;
 use crate::job::LaunchId;
-use crate::kube::options::TemplateError;
+use crate::kube::options::{Resources, TemplateError};
 use crate::token::Token;
 
 /// Credentials that are generated for a job at its submission.
@@ -105,17 +105,25 @@ impl Objects {
     /// [`ObjectsError`].
     pub fn new(request: &Request, credentials: Credentials) -> Result<Self, ObjectsError> {
         let name = &request.task.job.name;
-        let (worker, job) = (worker_template(request)?, master::job(request)?);
+        let of_worker = &request.pods.worker_resources;
+        let (worker, job) = (worker_template(request, of_worker)?, master::job(request)?);
         check_credentials(request, &worker, &job)?;
-        let worker = serde_json::to_string_pretty(&worker).expect("a pod's keys are strings");
+        let to_json =
+            |pod: &Pod| serde_json::to_string_pretty(pod).expect("a pod's keys are strings");
         let task = serde_json::to_string_pretty(&request.task).expect("a task's keys are strings");
-        let bytes = task.len() + worker.len();
+        let mut data = BTreeMap::from([(TASK.into(), task), (WORKER_POD.into(), to_json(&worker))]);
+        if request.task.job.table_servers > 0 {
+            let resources = request.pods.table_server_resources.as_ref().unwrap_or(of_worker);
+            let server = worker_template(request, resources)?;
+            data.insert(TABLE_SERVER_POD.into(), to_json(&server));
+        }
+        let bytes = data.values().map(String::len).sum();
         if bytes > REQUEST_BYTES_MAX {
             return Err(ObjectsError::TooLong { bytes });
         }
         let mut anchor =
             ConfigMap { metadata: metadata(request, name, "anchor"), ..ConfigMap::default() };
-        anchor.data = Some(BTreeMap::from([(TASK.into(), task), (WORKER_POD.into(), worker)]));
+        anchor.data = Some(data);
         let service = service(&request.task, metadata(request, &master_name(name), "master"));
         Ok(Self {
             job,
@@ -265,26 +273,26 @@ fn secret(request: &Request, credentials: Credentials) -> Secret {
     }
 }
 
-/// Builds the template that all worker pods share.
-fn worker_template(request: &Request) -> Result<Pod, TemplateError> {
+/// Builds the template that all worker pods share, or those of table servers, with these resources.
+fn worker_template(request: &Request, resources: &Resources) -> Result<Pod, TemplateError> {
     let name = &request.task.job.name;
     let pods = &request.pods;
     let (program, args) = request.program.split_first().expect("a request has a program");
     let mut env = parts::worker_environment(&request.task);
     let is_free = |variable: &str| !pods.env.iter().any(|(name, _)| name == variable);
     let workers_per_pod = request.task.job.workers_per_pod;
-    let defaults = parts::default_environment(workers_per_pod, &pods.worker_resources);
+    let defaults = parts::default_environment(workers_per_pod, resources);
     env.extend(defaults.into_iter().filter(|variable| is_free(&variable.name)));
     env.extend(pods.env.iter().map(|(name, value)| parts::variable(name, value)));
     let (from_keys, from_secrets) = parts::secret_environment(&pods.env_from_secret);
     env.extend(from_keys);
     let mut mounts = parts::mounts();
-    let tmp = parts::tmp_size(&pods.worker_resources);
+    let tmp = parts::tmp_size(resources);
     let mut volumes = parts::volumes(name, &[TOKEN, CA], tmp);
     parts::master_address(name, &mut volumes, &mut mounts);
     add_volumes(pods, &mut volumes, &mut mounts);
     if workers_per_pod > 1 {
-        parts::shared_memory(&pods.worker_resources, &mut volumes, &mut mounts);
+        parts::shared_memory(resources, &mut volumes, &mut mounts);
     }
     let container = Container {
         name: WORKER.into(),
@@ -294,7 +302,7 @@ fn worker_template(request: &Request) -> Result<Pod, TemplateError> {
             .filter(|args: &Vec<_>| !args.is_empty()),
         env: Some(env),
         env_from: Some(from_secrets).filter(|from| !from.is_empty()),
-        resources: Some(parts::requirements(&pods.worker_resources)),
+        resources: Some(parts::requirements(resources)),
         security_context: Some(parts::locked_down()),
         volume_mounts: Some(mounts),
         ..Container::default()

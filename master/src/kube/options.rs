@@ -36,6 +36,8 @@ pub struct PodOptions {
     pub master_resources: Resources,
     /// Resources that each worker requests.
     pub worker_resources: Resources,
+    /// Resources that each table server requests. `None`: as a worker.
+    pub table_server_resources: Option<Resources>,
     /// The workers' priority classes by slot.
     pub priority_tiers: priority_tiers::TierChoice,
     /// Additional environment of the workers.

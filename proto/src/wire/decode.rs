@@ -340,9 +340,9 @@ fn master_message(before: &Members, kind: master_message::Kind) -> Checked<Maste
 }
 
 fn welcome(welcome: v1::Welcome) -> Checked<Welcome> {
-    let v1::Welcome { worker, options: sent, incarnation } = welcome;
+    let v1::Welcome { worker, options: sent, incarnation, serves_tables } = welcome;
     let options = options(sent.ok_or("welcome.options: must be there")?)?;
-    Ok(Welcome { worker: WorkerId(worker), incarnation, options })
+    Ok(Welcome { worker: WorkerId(worker), incarnation, serves_tables, options })
 }
 
 fn options(options: v1::Options) -> Checked<WorkerOptions> {
@@ -411,6 +411,7 @@ fn options(options: v1::Options) -> Checked<WorkerOptions> {
         export_changes_since: options.export_changes_since,
         no_table_look_ahead: options.no_table_look_ahead,
         table_lag: table_lag as u8,
+        table_servers: options.table_servers,
         link_encryption,
     })
 }

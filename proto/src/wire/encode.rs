@@ -236,9 +236,9 @@ pub(super) fn master_message(message: &MasterMessage) -> v1::MasterMessage {
 }
 
 pub(super) fn welcome(welcome: Welcome) -> v1::MasterMessage {
-    let Welcome { worker, incarnation, options: of_job } = welcome;
+    let Welcome { worker, incarnation, serves_tables, options: of_job } = welcome;
     let options = Some(options(of_job));
-    let welcome = v1::Welcome { worker: worker.0, options, incarnation };
+    let welcome = v1::Welcome { worker: worker.0, options, incarnation, serves_tables };
     v1::MasterMessage { kind: Some(master_message::Kind::Welcome(welcome)) }
 }
 
@@ -287,6 +287,7 @@ fn options(options: WorkerOptions) -> v1::Options {
         export_changes_since: options.export_changes_since,
         no_table_look_ahead: options.no_table_look_ahead,
         table_lag: options.table_lag.into(),
+        table_servers: options.table_servers,
         leave_timeout_ms: options.leave_timeout.map(millis),
         link_encryption: link_encryption.into(),
         work: Some(work(options.work, options.validation)),

@@ -342,6 +342,7 @@ fn options() -> WorkerOptions {
         export_changes_since: Some(7),
         no_table_look_ahead: true,
         table_lag: 2,
+        table_servers: 5,
         shuffle: crate::Shuffle { mode: crate::ShuffleMode::Block, buffer: NonZeroU64::new(9) },
         micro_batch: NonZeroU64::new(3),
         deterministic: false,
@@ -365,8 +366,9 @@ fn a_welcome_keeps_every_option() {
         inference(predict(Format::Jsonl)),
         inference(predict(Format::Parquet)),
     ];
-    for options in all {
-        let welcome = Welcome { worker: WorkerId(8), incarnation: 3, options };
+    for (options, serves_tables) in all.into_iter().zip([false, true].into_iter().cycle()) {
+        let worker = WorkerId(8);
+        let welcome = Welcome { worker, incarnation: 3, serves_tables, options };
         let welcome = JoinResponse::Welcome(welcome.into());
         assert_eq!(received(welcome.clone()), welcome);
     }
@@ -505,7 +507,8 @@ fn a_hello_or_welcome_out_of_bounds_is_refused_by_name() {
         assert!(reason.contains(field), "{field}: {reason}");
     }
     let welcome = |change: fn(&mut v1::Options)| {
-        let sent = Welcome { worker: WorkerId(8), incarnation: 3, options: options() };
+        let (worker, options) = (WorkerId(8), options());
+        let sent = Welcome { worker, incarnation: 3, serves_tables: false, options };
         let Some(v1::master_message::Kind::Welcome(mut sent)) = encode::welcome(sent).kind else {
             panic!("no welcome")
         };

@@ -160,7 +160,8 @@ impl World {
 
     fn on_welcome(&mut self, p: usize, worker: WorkerId, incarnation: u64) {
         let options = self.setting.spec.worker_options();
-        let welcome = Welcome { worker, incarnation, options };
+        let serves_tables = self.serves_tables(p);
+        let welcome = Welcome { worker, incarnation, serves_tables, options };
         let process = &mut self.processes[p];
         let newest = process.control_state.incarnation();
         process.control = Control::Open;

@@ -90,7 +90,8 @@ impl World {
     pub(super) fn origin(&self, p: usize) -> Origin {
         let is_other = self.setting.other_build == Some(self.processes[p].launch);
         let program = Program { executable: 1 + u64::from(is_other), ..Program::default() };
-        Origin { host: self.processes[p].host.to_string(), program }
+        let serves_tables = self.serves_tables(p);
+        Origin { host: self.processes[p].host.to_string(), program, serves_tables }
     }
 
     /// Checks that `p` runs the program of the job.

@@ -197,6 +197,7 @@ impl World {
         let is_new = trainer.seen.state.is_none() && state.is_some();
         let is_given_up =
             trainer.seen.has_lost_rows && trainer.seen.state.is_some() && state.is_none();
+        let step_before = trainer.seen.state.as_ref().map_or(0, |state| state.step);
         let is_other = trainer.seen.digest != digest;
         let same_step =
             trainer.seen.state.as_ref().map(|s| s.step) == state.as_ref().map(|s| s.step);
@@ -206,7 +207,7 @@ impl World {
         if is_given_up {
             // The run ends with it.
             self.oracle.coverage.rows_lost += 1;
-            return self.check_lost_rows(p);
+            return self.check_lost_rows(p, step_before);
         }
         if same_step && is_other && !has_committed && !has_flipped {
             return self.violate(format!("the state of {} has changed at one step", self.name(p)));

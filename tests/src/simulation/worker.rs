@@ -131,6 +131,7 @@ impl Worker {
     /// Runs until the trainer ends.
     pub(super) fn run(self) {
         let Self { setting, id, origin, inbox, outbox, flips, .. } = self;
+        let serves_tables = origin.serves_tables;
         let exit = match prepare(&setting, &inbox, &outbox) {
             None => Ok(Exit::Shutdown(String::new())),
             Some(dataset) => {
@@ -165,8 +166,8 @@ impl Worker {
                 };
                 let trainer =
                     SimulatedTrainer::new(parts, &inbox, outbox.clone(), self.holds_state);
-                let watched =
-                    Watched { trainer, setting, flips, updated, before: Before::default() };
+                let before = Before::default();
+                let watched = Watched { trainer, setting, serves_tables, flips, updated, before };
                 watched.run()
             }
         };
@@ -251,6 +252,7 @@ fn evaluation(setting: &Setting) -> Option<Plan> {
 struct Watched<'a> {
     trainer: SimulatedTrainer<'a, Counting>,
     setting: Rc<Setting>,
+    serves_tables: bool,
     flips: Rc<Cell<Option<usize>>>,
     /// The sum of the last update, if there was one in this turn.
     updated: Rc<Cell<Option<Vec<f32>>>>,
@@ -286,7 +288,7 @@ impl Watched<'_> {
 
     /// Compares the trainer with what it was a turn ago.
     fn observe(&mut self) -> Turned {
-        let Self { trainer, setting, flips, updated, before } = self;
+        let Self { trainer, setting, serves_tables, flips, updated, before } = self;
         let mut updated = updated.take();
         let repaired_at = trainer.repaired_at();
         let session = trainer.session();
@@ -302,7 +304,8 @@ impl Watched<'_> {
         let has_ended = session.ended().is_some();
         let mut turned = Turned { group, has_ended, ..Turned::default() };
         if let Some(sum) = &updated {
-            let generation = before.group.map(|(generation, _)| generation);
+            let before_group = before.group;
+            let generation = before_group.map(|(generation, _)| generation);
             let (is_round, is_foreseen) = (before.in_round, before.is_foreseen);
             turned.commit = Some(Commit { generation, is_round, is_foreseen });
             // A joiner may drop its state right after the step: a membership that arrived meanwhile
@@ -310,8 +313,10 @@ impl Watched<'_> {
             let plan = evaluation(setting).filter(|_| before.in_round);
             if let (Some(before), Some(_)) = (&before.state, state) {
                 let headers: &[StepHeader] = session.last_headers().unwrap_or_default();
+                let rank = before_group.filter(|_| is_round).map(|(_, rank)| rank);
                 let checked = check_sum(setting, headers, sum)
                     .and_then(|()| check_order(setting, before, headers))
+                    .and_then(|()| check_role(*serves_tables, rank, headers))
                     .and_then(|()| check_evaluated(before, plan));
                 turned.wrong = checked.err();
             }
@@ -375,6 +380,20 @@ impl Watched<'_> {
             changed.digest = digest(&changed.parameters);
         }
         turned
+    }
+}
+
+/// Checks that a table server has computed none of the records of a step that its group has made.
+fn check_role(
+    serves_tables: bool,
+    rank: Option<usize>,
+    headers: &[StepHeader],
+) -> Result<(), String> {
+    match rank.and_then(|rank| headers.get(rank)).map(|header| &header.ranges) {
+        Some(ranges) if serves_tables && !ranges.is_empty() => {
+            Err(format!("a table server has computed {ranges:?}"))
+        }
+        _ => Ok(()),
     }
 }
 

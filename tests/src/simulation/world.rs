@@ -164,6 +164,11 @@ impl World {
         self.processes.iter().position(|process| process.launch == launch)
     }
 
+    /// Whether a process was started as a table server.
+    pub(super) fn serves_tables(&self, p: usize) -> bool {
+        self.processes[p].index >= self.setting.spec.max_workers
+    }
+
     /// Name of a process in the trace.
     pub(super) fn name(&self, p: usize) -> String {
         match self.processes[p].worker {

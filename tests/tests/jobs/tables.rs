@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use elasticdl_proto::{RowTouchesSummary, TablesStatus};
+use elasticdl_proto::{RowTouchesSummary, TablesStatus, WorkerStatus};
 use elasticdl_tests::{Ended, JobFixture, Running, exported_rows, send, touches_without_row};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
@@ -316,6 +316,51 @@ fn with_three_copies_two_workers_may_be_killed_at_once() {
     assert_exact(&ended, &format!("seed {seed}"));
     assert_eq!(ended.summary().rows_lost, None, "{}", ended.output);
     assert!(ended.lost().len() > 3, "too fast to be disturbed");
+}
+
+#[test]
+fn rows_on_table_servers_survive_when_each_member_is_killed_once() {
+    // So slow that the job outlasts the kills.
+    let fixture = JobFixture { micros_per_record: 4000, ..fixture(2) };
+    let command = fixture.command(1).option("checkpoint-dir", "none");
+    let mut job = command.option("table-servers", "2").start().keeping(fixture.folder);
+    let status = job.wait_for("rows on table servers alone", |status| {
+        let is_at_place = |member: &WorkerStatus| match member.serves_tables {
+            true => member.share == Some(0.0) && member.table_bytes.is_some(),
+            false => member.share > Some(0.0) && member.table_bytes.is_none(),
+        };
+        status.members().count() == 4 && status.members().all(is_at_place)
+    });
+    for member in status.members() {
+        job.wait_for("two copies of each row", |status| {
+            let has_all = status.tables.is_some_and(|tables| tables.shards_at_risk == 0);
+            has_all && status.members().filter(|member| member.serves_tables).count() == 2
+        });
+        let step = job.status().step;
+        job.wait_for("further steps", |status| status.step > step + 3);
+        send(member.pid, Signal::KILL);
+        job.wait_for_members_without(4, &[member.worker]);
+    }
+    job.hurry();
+    let ended = job.wait();
+    assert_exact(&ended, "after each member was killed");
+    let summary = ended.summary();
+    assert_eq!((summary.rows_lost, summary.state_lost), (None, None), "{}", ended.output);
+    assert_eq!((ended.lost().len(), summary.workers.table_servers), (4, 2), "{}", ended.output);
+}
+
+#[test]
+fn results_have_the_same_bits_with_table_servers() {
+    let digest = |workers, servers: &str| {
+        let fixture = JobFixture { micros_per_record: 20, ..fixture(workers) };
+        let command = fixture.command(1).flag("deterministic");
+        let ended = command.option("table-servers", servers).run();
+        assert_exact(&ended, &format!("{workers} workers, {servers} table servers"));
+        ended.summary().digest.clone()
+    };
+    let alone = digest(1, "0");
+    assert!(alone.is_some());
+    assert_eq!([digest(2, "1"), digest(1, "3")], [alone.clone(), alone]);
 }
 
 #[test]

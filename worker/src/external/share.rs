@@ -7,7 +7,7 @@ use elasticdl_proto::{Batch, Ledger, Shuffle};
 
 use crate::order::Order;
 use crate::session::header::StateRecord;
-use crate::session::plan::{self, StepSize};
+use crate::session::plan::{self, Contribution, StepSize};
 
 /// The order of a data set, and how the ranks of a group divide its steps. A group of any size has
 /// the same records in each step as a job with these options.
@@ -47,8 +47,8 @@ impl Share {
         let ledger = Ledger::from_parts(self.records, epoch, ranges, 0).ok()?;
         let size = StepSize { batch: Batch::Global(self.batch), micro_batch: 1 };
         // All ranks are taken to be equally fast.
-        let costs = vec![0; world_size];
-        let share = plan::upcoming(&ledger, self.epochs, size, (rank, &costs), 1);
+        let ranks = vec![Contribution::default(); world_size];
+        let share = plan::upcoming(&ledger, self.epochs, size, (rank, &ranks), 1);
         let records = share.iter().flat_map(|range| self.order.records(*range)).collect();
         let left = ledger.remaining(epoch);
         let next = absorbed + self.batch.get().min(left);

@@ -247,5 +247,5 @@ fn welcome(options: AloneOptions) -> Welcome {
         link_encryption: LinkEncryption::Off,
         ..WorkerOptions::new("", Batch::Global(global_batch))
     };
-    Welcome { worker: WorkerId(1), incarnation: 0, options }
+    Welcome { worker: WorkerId(1), incarnation: 0, serves_tables: false, options }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use elasticdl_collective::Endpoint;
 use elasticdl_data::worker::set_stop_flag;
 use elasticdl_data::{Dataset, Purpose};
-use elasticdl_proto::{Deterministic, ParamDtype, WireDtype, Work, WorkerOptions};
+use elasticdl_proto::{Deterministic, ParamDtype, Welcome, WireDtype, Work, WorkerOptions};
 use elasticdl_tables::{ChunkLayout, Chunks, Table};
 
 use super::export_best;
@@ -28,6 +28,7 @@ use crate::ordered_reader::{OrderedReader, order_of};
 use crate::prefetch::Prefetch;
 use crate::program;
 use crate::session::evaluation::Plan;
+use crate::session::origin::Origin;
 use crate::session::plan::StepSize;
 use crate::session::{Exit, JobPlan, Session};
 use crate::split::open_reader;
@@ -54,7 +55,7 @@ impl Training<'_> {
     /// Trains until the job is over for this worker.
     pub(super) fn run<M: Model>(self, mut model: M, endpoint: Endpoint) -> Result<Exit, Failure> {
         let Self { environment, control, job, export, dataset, layout } = self;
-        let (worker, options) = (control.welcome.worker, &control.welcome.options);
+        let Welcome { worker, serves_tables, ref options, .. } = control.welcome;
         let rule = rule_of(&model).map_err(Failure::fatal)?;
         let validation =
             options.validation.as_ref().map(|spec| Validation::open(&model, options, spec));
@@ -69,6 +70,7 @@ impl Training<'_> {
         let has_tables = !specs.is_empty();
         let plan = JobPlan { has_tables, ..plan_of(options, &dataset, evaluation) };
         let origin = program::origin(&environment.location.node, &layout, &specs, &*rule);
+        let origin = Origin { serves_tables, ..origin };
         set_stop_flag(Arc::clone(&control.stops));
         let (data, name, program) = (dataset.clone(), order.name(), origin.program.clone());
         let checkpoints = Checkpointing::new(
@@ -176,6 +178,11 @@ fn plan_of(options: &WorkerOptions, dataset: &Dataset, evaluation: Option<&Plan>
 fn check_options(tables: &[Table], options: &WorkerOptions) -> Result<(), String> {
     if let (Some(_), true) = (options.export_changes_since, tables.is_empty()) {
         return Err("--export-changes-since is about rows of tables, and the model has none".into());
+    }
+    if options.table_servers > 0 && tables.is_empty() {
+        return Err("--table-servers: the model has no tables whose rows they could hold; start \
+                    the job without"
+            .into());
     }
     let is_exported = matches!(options.work, Work::Train { export: Some(_) });
     match is_exported || export_best(options).is_some() {

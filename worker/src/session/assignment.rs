@@ -26,8 +26,8 @@ pub struct Assignment {
     pub(super) pending: Pending,
     /// Speed of this rank.
     pace: Pace,
-    /// Times per record of the group's ranks, from the last headers.
-    costs: Vec<u64>,
+    /// Times per record of the group's ranks, from the last headers, and which are table servers.
+    ranks: Vec<Contribution>,
     /// The step after the one that is computed, with tables: rows may be looked up for it.
     next: Option<NextStep>,
     /// Whether the step that is computed is the one for which rows were looked up.
@@ -163,10 +163,12 @@ impl Assignment {
         let committed = headers.iter().all(|h| h.step < state.step);
         let ranks: Vec<Contribution> = headers
             .iter()
-            .map(|h| Contribution {
+            .zip(group.serves_tables())
+            .map(|(h, serves_tables)| Contribution {
                 pending: if committed { Vec::new() } else { h.ranges.clone() },
                 readable: h.readable,
                 cost: h.cost,
+                serves_tables,
             })
             .collect();
         let has_looked_ahead = committed && headers.iter().all(|h| h.has_looked_ahead);
@@ -174,7 +176,7 @@ impl Assignment {
             has_looked_ahead && next.ledger == state.ledger && next.of_ranks.len() == ranks.len()
         });
         let plan = Plan::new(&state.ledger, job.size, &ranks);
-        self.costs = headers.iter().map(|h| h.cost).collect();
+        self.ranks.clone_from(&ranks);
         self.all_wait = headers.iter().all(|header| header.readable.is_some());
         if !plan.keeps[group.rank] {
             self.pending = Pending::default();
@@ -188,7 +190,7 @@ impl Assignment {
         let ledger = self.look_ahead((job, state), group, &step);
         self.is_foreseen = is_foreseen;
         if job.has_tables && assigned.is_some() {
-            let of_ranks = plan::next(&ledger, job.epochs, job.size, &self.costs);
+            let of_ranks = plan::next(&ledger, job.epochs, job.size, &self.ranks);
             let (size, rank) = (job.size, group.rank);
             self.next = of_ranks.map(|of_ranks| NextStep { ledger, size, of_ranks, rank });
         }
@@ -209,8 +211,11 @@ impl Assignment {
             ledger.absorb(*range);
         }
         // A new group has not exchanged times yet.
-        self.costs.resize(group.members.len(), 0);
-        let ranks = (group.rank, self.costs.as_slice());
+        self.ranks.resize(group.members.len(), Contribution::default());
+        for (rank, serves_tables) in self.ranks.iter_mut().zip(group.serves_tables()) {
+            rank.serves_tables = serves_tables;
+        }
+        let ranks = (group.rank, self.ranks.as_slice());
         let upcoming = plan::upcoming(&ledger, job.epochs, job.size, ranks, STEPS_AHEAD);
         self.upcoming_changed |= self.upcoming != upcoming;
         self.upcoming = upcoming;

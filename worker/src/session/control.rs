@@ -160,7 +160,7 @@ pub(crate) mod tests {
 
     pub(crate) fn welcome(worker: u64, incarnation: u64) -> Welcome {
         let options = WorkerOptions::new("", Batch::Global(NonZeroU64::MIN));
-        Welcome { worker: WorkerId(worker), incarnation, options }
+        Welcome { worker: WorkerId(worker), incarnation, serves_tables: false, options }
     }
 
     fn returned() -> WorkerMessage {

@@ -77,11 +77,20 @@ impl Plan {
         }
     }
 
-    /// Blocks that `rank` evaluates.
-    pub fn share(&self, rank: usize, world_size: usize) -> Range<u64> {
+    /// Blocks that each rank evaluates. `serve_tables`: the ranks that evaluate none, unless all
+    /// are such.
+    pub fn shares(&self, serve_tables: &[bool]) -> Vec<Range<u64>> {
         let blocks = u128::from(self.records.div_ceil(BLOCK_RECORDS));
-        let at = |rank: usize| (blocks * rank as u128 / world_size as u128) as u64;
-        at(rank)..at(rank + 1)
+        let all_serve = !serve_tables.contains(&false);
+        let evaluates = |rank: &usize| all_serve || !serve_tables[*rank];
+        let of = (0..serve_tables.len()).filter(evaluates).count() as u128;
+        let (mut before, mut start) = (0, 0);
+        let share = |rank: usize| {
+            before += u128::from(evaluates(&rank));
+            let end = (blocks * before / of) as u64;
+            std::mem::replace(&mut start, end)..end
+        };
+        (0..serve_tables.len()).map(share).collect()
     }
 
     /// Records of a block.
@@ -194,17 +203,22 @@ mod tests {
         let plan = plan();
         // Sums whose rounding depends on their order.
         let score = |block: u64| means(0.1 + 1e15 / (block as f64 + 3.0));
-        let combined = |world_size: usize| {
-            let scores = |rank| {
-                let share = plan.share(rank, world_size);
+        let combined = |serve_tables: &[bool]| {
+            let scores = |share: Range<u64>| {
                 let first_block = share.start;
                 let blocks = share.map(score).collect();
                 Scores { records: 1000, first_block, blocks, failed: false }
             };
-            plan.combine(&(0..world_size).map(scores).collect::<Vec<_>>()).unwrap()["loss"]
-                .to_bits()
+            let all: Vec<Scores> = plan.shares(serve_tables).into_iter().map(scores).collect();
+            plan.combine(&all).unwrap()["loss"].to_bits()
         };
-        assert!((1..9).all(|world_size| combined(world_size) == combined(1)));
+        let alone = combined(&[false]);
+        assert!((1..9).all(|world_size| combined(&vec![false; world_size]) == alone));
+        // Table servers evaluate no blocks, unless they are alone.
+        let with_servers = [true, false, true, false, true];
+        assert_eq!(plan.shares(&with_servers), [0..0, 0..2, 2..2, 2..4, 4..4]);
+        assert_eq!(combined(&with_servers), alone);
+        assert_eq!(plan.shares(&[true, true]), [0..2, 2..4]);
         let records: Vec<u64> = (0..4).flat_map(|block| plan.block(block)).collect();
         assert_eq!(records, Vec::from_iter(0..1000));
     }

@@ -250,7 +250,11 @@ mod tests {
         let program = |executable| Program { executable, ..Program::default() };
         let joiner = |allows_mixed_builds| {
             let plan = JobPlan { allows_mixed_builds, ..JobPlan::of_one_epoch(100, 4) };
-            Session::new(ME, plan).of(Origin { host: "a".into(), program: program(2) })
+            Session::new(ME, plan).of(Origin {
+                host: "a".into(),
+                program: program(2),
+                ..Origin::default()
+            })
         };
         assert!(joiner(false).check_program(&program(1)).is_err());
         assert_eq!(joiner(false).check_program(&program(2)), Ok(()));

@@ -17,6 +17,8 @@ pub struct Origin {
     /// Name of the host.
     pub host: String,
     pub program: Program,
+    /// Whether the rank is a table server: it holds rows, and computes no records.
+    pub serves_tables: bool,
 }
 
 /// Identifies a program and its settings. The digests are 0 where they are not known.
@@ -123,7 +125,7 @@ mod tests {
     fn header(executable: u64, step: Option<u64>) -> SyncHeader {
         let state = |step| StateHeader { step, digest: 1, has_result: true, was_in_group: true };
         let program = Program { executable, optimizer: 3, ..Program::default() };
-        let origin = Origin { host: "node-7".into(), program };
+        let origin = Origin { host: "node-7".into(), program, ..Origin::default() };
         SyncHeader { state: step.map(state), origin, ..SyncHeader::default() }
     }
 

@@ -124,7 +124,7 @@ impl Session {
         let ranges: Vec<RecordRange> =
             headers.iter().flat_map(|header| &header.ranges).copied().collect();
         self.state.as_ref().is_some_and(|s| {
-            plan::is_window(&s.ledger, self.job.size.batch, headers.len(), &ranges)
+            plan::is_window(&s.ledger, self.job.size.batch, self.workers(), &ranges)
         })
     }
 

@@ -67,6 +67,13 @@ pub(super) struct Group {
 }
 
 impl Group {
+    /// Which ranks are table servers, and compute no records.
+    pub(super) fn serves_tables(&self) -> Vec<bool> {
+        let serves =
+            |rank: usize| self.origins.get(rank).is_some_and(|origin| origin.serves_tables);
+        (0..self.members.len()).map(serves).collect()
+    }
+
     /// What this rank reports if replicas differ after `step` steps.
     pub(super) fn mismatch(&self, step: u64, found: Found, verdict: Verdict) -> StateMismatch {
         let origin = |rank| self.origins.get(rank).cloned().unwrap_or_default();

@@ -29,6 +29,8 @@ pub struct Contribution {
     pub readable: Option<u64>,
     /// Time per record, in nanoseconds; 0: not known yet.
     pub cost: u64,
+    /// Whether the rank is a table server, which computes no records.
+    pub serves_tables: bool,
 }
 
 /// Size of a step, and of the micro-batches that it is split into.
@@ -70,7 +72,8 @@ impl Plan {
             }
         }
         let keeps = counts.iter().map(|count| *count > 0).collect();
-        let window = size.batch.records(ranks.len()).saturating_sub(counts.iter().sum());
+        let workers = ranks.iter().filter(|rank| !rank.serves_tables).count();
+        let window = size.batch.records(workers.max(1)).saturating_sub(counts.iter().sum());
         let rest = MicroBatches::of(first(&missing, window, end), start, size);
         let loads: Vec<Load> = ranks
             .iter()
@@ -78,7 +81,7 @@ impl Plan {
             .zip(costs(size.batch, ranks))
             .map(|((rank, computed), cost)| Load {
                 computed,
-                readable: rank.readable.unwrap_or(u64::MAX),
+                readable: if rank.serves_tables { 0 } else { rank.readable.unwrap_or(u64::MAX) },
                 cost,
             })
             .collect();
@@ -88,18 +91,18 @@ impl Plan {
 }
 
 /// Records that `rank` will compute for the `steps` steps that follow `ledger`, if nothing happens
-/// to its group, whose ranks need `costs` per record.
+/// to its group, of these `ranks`: what is pending on them, and what they can read, does not count.
 pub fn upcoming(
     ledger: &Ledger,
     epochs: u32,
     size: StepSize,
-    (rank, costs): (usize, &[u64]),
+    (rank, ranks): (usize, &[Contribution]),
     steps: u64,
 ) -> Vec<RecordRange> {
     let mut ledger = ledger.clone();
     let mut ranges = Vec::new();
     for _ in 0..steps {
-        let Some(mut assigned) = next(&ledger, epochs, size, costs) else { break };
+        let Some(mut assigned) = next(&ledger, epochs, size, ranks) else { break };
         for range in assigned.iter().flatten() {
             ledger.absorb(*range);
         }
@@ -109,20 +112,19 @@ pub fn upcoming(
 }
 
 /// Records that each rank will compute for the step that follows `ledger`, as for [`upcoming`];
-/// `None` if all epochs are over.
+/// `None` if all epochs are over, or no rank computes records.
 pub fn next(
     ledger: &Ledger,
     epochs: u32,
     size: StepSize,
-    costs: &[u64],
+    ranks: &[Contribution],
 ) -> Option<Vec<Vec<RecordRange>>> {
     if ledger.epoch() >= epochs {
         return None;
     }
-    let ranks: Vec<Contribution> =
-        costs.iter().map(|cost| Contribution { cost: *cost, ..Default::default() }).collect();
-    let assigned = Plan::new(ledger, size, &ranks).assigned;
-    Some(assigned.expect("every rank can read any number of records"))
+    let without =
+        |rank: &Contribution| Contribution { pending: Vec::new(), readable: None, ..*rank };
+    Plan::new(ledger, size, &ranks.iter().map(without).collect::<Vec<_>>()).assigned
 }
 
 /// Cuts records of the step that follows `ledger` into micro-batches.
@@ -138,12 +140,12 @@ pub fn micro_batches(ledger: &Ledger, size: StepSize, ranges: &[RecordRange]) ->
 }
 
 /// Whether these ranges are the records of one step: the first ones that `ledger` lacks, each once,
-/// as many as `batch` asks of this number of ranks, or all that are left of the epoch.
-pub fn is_window(ledger: &Ledger, batch: Batch, world_size: usize, ranges: &[RecordRange]) -> bool {
+/// as many as `batch` asks of this number of computing ranks, or all that are left of the epoch.
+pub fn is_window(ledger: &Ledger, batch: Batch, workers: usize, ranges: &[RecordRange]) -> bool {
     let mut missing = missing(ledger);
     let records: u64 = ranges.iter().map(RecordRange::len).sum();
     let end = ranges.iter().map(|range| range.end).max().unwrap_or(0);
-    let window = first(&missing, batch.records(world_size), end);
+    let window = first(&missing, batch.records(workers.max(1)), end);
     records == records_of(&window)
         && ranges.iter().all(|range| {
             range.epoch == ledger.epoch() && missing.remove(range.records()) == range.len()
@@ -399,6 +401,26 @@ mod tests {
     }
 
     #[test]
+    fn a_table_server_gets_no_records_and_a_step_does_not_grow_with_it() {
+        let server = Contribution { serves_tables: true, ..Default::default() };
+        let ranks =
+            [server.clone(), Contribution { cost: 7, ..Default::default() }, server.clone()];
+        assert_eq!(counts(&assigned(&ledger(0), global(60), &ranks)), [0, 60, 0]);
+        assert_eq!(counts(&assigned(&ledger(0), per_worker(4), &ranks)), [0, 4, 0]);
+        assert_eq!(
+            upcoming(&ledger(0), 1, global(60), (1, &ranks), 2),
+            [range(0, 60), range(60, 120)]
+        );
+        assert_eq!(upcoming(&ledger(0), 1, global(60), (2, &ranks), 2), []);
+        // Without a worker there is no step, not even an empty one.
+        for size in [global(60), per_worker(4)] {
+            let alone = std::slice::from_ref(&server);
+            assert_eq!(Plan::new(&ledger(0), size, alone).assigned, None);
+            assert_eq!(next(&ledger(0), 1, size, alone), None);
+        }
+    }
+
+    #[test]
     fn a_slow_rank_that_has_computed_gets_nothing_more() {
         let computed = Contribution { cost: 20, ..pending(&[range(0, 30)]) };
         let fast = Contribution { cost: 10, ..Default::default() };
@@ -421,7 +443,7 @@ mod tests {
         let costs = [100, 200, 0];
         let ranks = costs.map(|cost| Contribution { cost, ..Default::default() });
         let mut planned = Vec::new();
-        let predicted = upcoming(&ledger, 2, size, (1, &costs), 100);
+        let predicted = upcoming(&ledger, 2, size, (1, &ranks), 100);
         while ledger.epoch() < 2 {
             let assigned = Plan::new(&ledger, size, &ranks).assigned.unwrap();
             planned.extend(assigned[1].clone());
@@ -455,6 +477,7 @@ mod tests {
                     pending: ranges.split_off(ranges.len() - rng.random_range(0..2)),
                     readable: None,
                     cost: rng.random_range(0..5000),
+                    serves_tables: false,
                 })
                 .collect();
             let plan = Plan::new(&ledger, size, &ranks);

@@ -1,5 +1,7 @@
 //! What others may ask of a session.
 
+use std::ops::Range;
+
 use elasticdl_proto::{Generation, RecordRange, WorkerId};
 
 use super::phase::{Group, Phase};
@@ -78,6 +80,20 @@ impl Session {
     /// The members of this worker's group, in the order of their ranks.
     pub fn members(&self) -> &[WorkerId] {
         self.group().map_or(&[], |group| &group.members)
+    }
+
+    /// Number of ranks that compute records.
+    pub(super) fn workers(&self) -> usize {
+        let serves = self.group().map(Group::serves_tables).unwrap_or_default();
+        serves.iter().filter(|serves| !**serves).count()
+    }
+
+    /// The blocks of the validation data that each rank evaluates.
+    pub fn evaluation_shares(&self) -> Vec<Range<u64>> {
+        let (Some(plan), Some(group)) = (&self.job.evaluation, self.group()) else {
+            return Vec::new();
+        };
+        plan.shares(&group.serves_tables())
     }
 
     /// Generation of the group in whose round this worker is, between two tasks: its state can be

@@ -253,7 +253,10 @@ mod tests {
     fn mismatch(programs: &[u64], failing: &[usize], has_majority: bool) -> StateMismatch {
         let member = |(i, &program): (usize, &u64)| {
             let program = Program { executable: program, ..Program::default() };
-            (WorkerId(i as u64 + 1), Origin { host: format!("node-{i}"), program })
+            (
+                WorkerId(i as u64 + 1),
+                Origin { host: format!("node-{i}"), program, ..Origin::default() },
+            )
         };
         StateMismatch {
             step: 152,

@@ -60,7 +60,7 @@ impl<M: Model> Trainer<'_, M> {
         let is_finite = self.parameters_are_finite()?;
         let mut scores = Scores { records, first_block: blocks.start, ..Scores::default() };
         let mut failed = None;
-        for block in self.rounds(&blocks)? {
+        for block in self.rounds(&blocks) {
             // A rank looks rows up as often as the others, also if it has no block or has failed.
             let block = Some(block).filter(|block| blocks.contains(block) && failed.is_none());
             let sums = match &self.tables {
@@ -85,14 +85,13 @@ impl<M: Model> Trainer<'_, M> {
 
     /// The blocks from the first of `blocks` on, one for each time that rows are looked up: all
     /// ranks do that equally often.
-    fn rounds(&mut self, blocks: &Range<u64>) -> Result<Range<u64>, Stopped> {
-        let (Some(_), Some(validation)) = (&self.tables, &self.validation) else {
-            return Ok(blocks.clone());
-        };
-        let world_size = self.tensors.group_mut()?.world_size();
-        let share = |rank| validation.plan.share(rank, world_size);
-        let most = (0..world_size).map(share).map(|share| share.end - share.start).max();
-        Ok(blocks.start..blocks.start + most.unwrap_or(0))
+    fn rounds(&self, blocks: &Range<u64>) -> Range<u64> {
+        if self.tables.is_none() {
+            return blocks.clone();
+        }
+        let shares = self.session.evaluation_shares().into_iter();
+        let most = shares.map(|share| share.end - share.start).max();
+        blocks.start..blocks.start + most.unwrap_or(0)
     }
 
     /// Sums of the metrics over a block.

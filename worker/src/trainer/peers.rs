@@ -15,8 +15,8 @@ use crate::session::header::{self, StateHeader, SyncHeader};
 /// The ranks of a group, as they have told.
 #[derive(Debug, Default)]
 pub(super) struct Peers {
-    /// What each rank has, and its host.
-    told: Vec<(Option<OwnedHeader>, u64)>,
+    /// What each rank has, its host, and whether it is a table server.
+    told: Vec<(Option<OwnedHeader>, u64, bool)>,
     /// The step whose parameters all ranks have, if they have committed it together.
     gathered: Option<u64>,
     /// The checkpoint from which this rank has created the state of the group of this generation:
@@ -37,7 +37,8 @@ impl Peers {
     /// Takes in what the ranks of a new group tell.
     pub(super) fn synced(&mut self, headers: &[SyncHeader]) {
         let host = |header: &SyncHeader| xxh3_64(header.origin.host.as_bytes());
-        self.told = headers.iter().map(|h| (h.owned.clone(), host(h))).collect();
+        let told = |h: &SyncHeader| (h.owned.clone(), host(h), h.origin.serves_tables);
+        self.told = headers.iter().map(told).collect();
         let committed = |header: &SyncHeader| {
             let StateHeader { step, digest, .. } = header.state.filter(|_| header.is_gathered)?;
             let of = OwnedHeader::generation_of(step, std::slice::from_ref(&header.owned))?;
@@ -61,15 +62,17 @@ impl Peers {
 
     /// The group gives up its state.
     pub(super) fn go_back(&mut self) {
-        self.told.iter_mut().for_each(|(header, _)| *header = None);
+        self.told.iter_mut().for_each(|(header, ..)| *header = None);
         self.gathered = None;
     }
 
     /// The members of the group, in the order of their ranks.
     pub(super) fn members(&self, members: &[WorkerId]) -> Vec<Member> {
-        let hosts = self.told.iter().map(|(_, host)| *host);
-        let member = |(&WorkerId(worker), host)| Member { worker, host, leaves: false };
-        members.iter().zip(hosts).map(member).collect()
+        let member = |(&WorkerId(worker), &(_, host, serves))| Member {
+            serves,
+            ..Member::new(worker, host)
+        };
+        members.iter().zip(&self.told).map(member).collect()
     }
 
     /// Generation of the group that committed `step`.
@@ -113,7 +116,7 @@ impl Peers {
     }
 
     fn headers(&self) -> Vec<Option<OwnedHeader>> {
-        self.told.iter().map(|(header, _)| header.clone()).collect()
+        self.told.iter().map(|(header, ..)| header.clone()).collect()
     }
 }
 
@@ -145,7 +148,7 @@ mod tests {
     fn header(generation: u64) -> SyncHeader {
         let state = StateHeader { step: 0, digest: 1, has_result: true, was_in_group: true };
         let mut chunks = Chunks::of_optimizer(1, ChunkLayout::new(10, 1));
-        chunks.create(generation, vec![Member { worker: 1, host: 1, leaves: false }]);
+        chunks.create(generation, vec![Member::new(1, 1)]);
         let owned = chunks.header();
         SyncHeader { state: Some(state), owned, is_gathered: true, ..SyncHeader::default() }
     }

@@ -133,8 +133,7 @@ mod tests {
     /// The states of a group of `workers` after one step, in which record `i` touches row `i` of
     /// the first table, and row `i % 7` of the second.
     fn trained(workers: u64) -> Vec<SavedShards> {
-        let members: Vec<Member> =
-            (0..workers).map(|worker| Member { worker, host: worker, leaves: false }).collect();
+        let members: Vec<Member> = (0..workers).map(|worker| Member::new(worker, worker)).collect();
         let settings = Settings { seed: 5, shards: SHARDS, copies: 2, lag: 0, copy_bytes: 1 };
         let mut ranks: Vec<Owned> =
             (0..workers).map(|worker| Owned::new(worker, settings, tables())).collect();

@@ -29,6 +29,16 @@ pub struct Member {
     pub host: u64,
     /// Whether the worker is about to leave the group, and gives its shards away.
     pub leaves: bool,
+    /// Whether it is a table server: others hold shards only if there are fewer of these than
+    /// copies.
+    pub serves: bool,
+}
+
+impl Member {
+    /// A worker that stays, and is no table server.
+    pub fn new(worker: u64, host: u64) -> Self {
+        Self { worker, host, leaves: false, serves: false }
+    }
 }
 
 /// Workers that hold the rows of each shard as of one step.
@@ -195,8 +205,9 @@ pub fn shard_of(table: u32, id: u64, shards: u32) -> u32 {
     ((u128::from(hash) * u128::from(shards)) >> 64) as u32
 }
 
-/// The workers that should hold `shard`, the owner first: those with the highest hashes, each on
-/// another host as long as there are any. Thaler, Ravishankar, IEEE/ACM Trans. Netw. 6 (1998).
+/// The workers that should hold `shard`, the owner first: table servers, then others, those with
+/// the highest hashes, each on another host as long as there are any. Thaler, Ravishankar, IEEE/ACM
+/// Trans. Netw. 6 (1998).
 fn wanted(shard: u32, copies: u32, members: &[Member]) -> Vec<u64> {
     let score = |member: &Member| {
         xxh3_64_with_seed(&member.worker.to_le_bytes(), PLACEMENT_SEED ^ u64::from(shard))
@@ -204,10 +215,12 @@ fn wanted(shard: u32, copies: u32, members: &[Member]) -> Vec<u64> {
     let any_stays = members.iter().any(|member| !member.leaves);
     let stays = |member: &&Member| !any_stays || !member.leaves;
     let mut left: Vec<&Member> = members.iter().filter(stays).collect();
-    left.sort_by_key(|member| std::cmp::Reverse((score(member), member.worker)));
+    let rank = |member: &&Member| (member.serves, score(member), member.worker);
+    left.sort_by_key(|member| std::cmp::Reverse(rank(member)));
     let (mut workers, mut hosts) = (Vec::new(), Vec::new());
     while workers.len() < copies as usize && !left.is_empty() {
-        let other = left.iter().position(|member| !hosts.contains(&member.host));
+        let mut alike = left.iter().take_while(|member| member.serves == left[0].serves);
+        let other = alike.position(|member| !hosts.contains(&member.host));
         let member = left.remove(other.unwrap_or(0));
         workers.push(member.worker);
         hosts.push(member.host);
@@ -224,8 +237,7 @@ mod tests {
     use super::*;
 
     fn members(workers: impl IntoIterator<Item = u64>) -> Vec<Member> {
-        let member = |worker| Member { worker, host: worker, leaves: false };
-        workers.into_iter().map(member).collect()
+        workers.into_iter().map(|worker| Member::new(worker, worker)).collect()
     }
 
     /// Moves everything to where these members should hold it; returns the number of steps and of
@@ -260,7 +272,7 @@ mod tests {
 
     #[test]
     fn copies_lie_on_different_hosts_if_there_are_several() {
-        let on = |worker, host| Member { worker, host, leaves: false };
+        let on = Member::new;
         let two_hosts = [on(1, 1), on(2, 1), on(3, 1), on(4, 2)];
         let placement = Placement::new(256, 2, &two_hosts);
         assert!((0..256).all(|shard| placement.holders(shard).contains(&4)));
@@ -299,6 +311,31 @@ mod tests {
         let (steps, copied) = settle(&mut placement, &joined, 8);
         assert_eq!(placement, Placement::new(256, 2, &joined).copied_per_step(8));
         assert_eq!((placement.held_by(4).count(), steps), (copied, copied.div_ceil(8)));
+    }
+
+    #[test]
+    fn table_servers_hold_all_shards_if_there_are_as_many_as_copies() {
+        let server = |worker, host| Member { serves: true, ..Member::new(worker, host) };
+        let workers = members(1..=3);
+        // The other host of a worker does not count.
+        let mut group = [&workers[..], &[server(4, 9), server(5, 9)]].concat();
+        let placement = Placement::new(64, 2, &group);
+        let held_by = |placement: &Placement, worker| placement.held_by(worker).count();
+        assert_eq!([1, 2, 3, 4, 5].map(|worker| held_by(&placement, worker)), [0, 0, 0, 64, 64]);
+        // One of them is lost: the others have its copies until another takes its place.
+        group.pop();
+        let mut rest = placement.within(|worker| worker != 5);
+        assert_eq!((rest.lost().count(), rest.at_risk(&group)), (0, 64));
+        settle(&mut rest, &group, 8);
+        assert!((0..64).all(|shard| rest.holders(shard)[0] == 4), "it owns all");
+        assert_eq!((1..=3).map(|worker| held_by(&rest, worker)).sum::<usize>(), 64);
+        group.push(server(6, 9));
+        settle(&mut rest, &group, 8);
+        assert_eq!([1, 2, 3, 4, 6].map(|worker| held_by(&rest, worker)), [0, 0, 0, 64, 64]);
+        // One that leaves hands over to the others.
+        group[4].leaves = true;
+        settle(&mut rest, &group, 8);
+        assert_eq!((held_by(&rest, 6), rest.at_risk(&group)), (0, 0));
     }
 
     #[test]

@@ -70,6 +70,11 @@ pub(crate) struct ClusterOptions {
           value_parser = options::parse_resources)]
     pub(crate) worker_resources: Resources,
 
+    /// Resource requests of the pod of each table server, as in --worker-resources. [default: those
+    /// of a worker]
+    #[arg(long, value_name = "LIST", value_parser = options::parse_resources)]
+    pub(crate) table_server_resources: Option<Resources>,
+
     /// Workers per pod, each a separate process and rank. [default: the pod's nvidia.com/gpu, else
     /// 1]
     ///

@@ -146,6 +146,17 @@ pub(crate) struct TuningOptions {
           value_parser = clap::value_parser!(u8).range(0..=16))]
     pub(crate) table_lag: u8,
 
+    /// Number of table servers: further workers that hold the rows of the model's tables and
+    /// compute no records.
+    ///
+    /// With as many of them as --table-replicas, all rows are on table servers; with fewer, the
+    /// copies that are missing are on the other workers. A table server that ends is replaced by
+    /// another, and its rows are on other members until then. --num-workers, --min-workers,
+    /// --max-workers and `elasticdl scale` count the others only. Each of them runs the program and
+    /// holds the model's other parameters.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) table_servers: u32,
+
     /// Action if all copies of rows of the model's tables are lost with their workers.
     ///
     /// go-back: the group goes back to the newest checkpoint and trains the records since then

@@ -125,7 +125,7 @@ fn cluster_row(row: JobRow, data: &Data, health: MasterHealth, silence: Option<S
 fn with_status(row: JobRow, status: Status) -> JobRow {
     JobRow {
         progress: Some(status.progress),
-        workers: Some(status.members().count() as u64),
+        workers: Some(status.members().filter(|m| !m.serves_tables).count() as u64),
         workers_desired: Some(status.workers_desired),
         state: status.state.into_owned(),
         ..row

@@ -98,6 +98,7 @@ mod tests {
             "table-lag",
             "table-memory",
             "table-replicas",
+            "table-servers",
             "training-data",
             "validation-data",
             "validation-split",

@@ -60,16 +60,17 @@ JSON (keys are stable; null for values that do not apply or are not yet known):
   shards                {todo, leased, done} of an evaluate or predict job; otherwise null
   workers_desired       number of workers to keep running
   workers[]             {worker, pid, rank, state, step, compute_us, share, input_us, limited_by,
-                        straggler, cpu, memory_bytes, table_bytes, leased_records}; compute_us: time
-                        in the model's code in the last reported step; share: its part of that
-                        step's records; input_us: wait for them to be read; limited_by: what took
-                        longest: compute, input, network (the wait for others, and the transfer),
-                        others (that wait, in shared memory); straggler: for 10 s, the median of the
-                        last 7 such times, for an equal part of the records, is over 1.5 times the
-                        members' median and over 5 ms more; cpu, memory_bytes: cores and resident
-                        memory of its process, absent until it has told; table_bytes: memory of its
-                        rows of tables; leased_records: of an evaluate or predict job; in a cluster
-                        also {pod, node}
+                        straggler, cpu, memory_bytes, serves_tables, table_bytes, leased_records};
+                        state: serving of a table server in training; compute_us: time in the
+                        model's code in the last reported step; share: its part of that step's
+                        records; input_us: wait for them to be read; limited_by: what took longest:
+                        compute, input, network (the wait for others, and the transfer), others
+                        (that wait, in shared memory); straggler: for 10 s, the median of the last 7
+                        such times, for an equal part of the records, is over 1.5 times the members'
+                        median and over 5 ms more; cpu, memory_bytes: cores and resident memory of
+                        its process, absent until it has told; serves_tables: true of a table
+                        server, else absent; table_bytes: memory of its rows of tables;
+                        leased_records: of an evaluate or predict job; in a cluster also {pod, node}
   workers_disconnected[]
                         {worker, rank, disconnected_s} of workers without contact to the master that
                         are not lost: the group may train on with them; disconnected_s: seconds

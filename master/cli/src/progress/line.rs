@@ -49,7 +49,7 @@ impl ProgressLine {
             learning_rate: status.learning_rate,
             records_per_s: status.records_per_s,
             eta_s: status.eta_s,
-            workers: status.members().count(),
+            workers: status.members().filter(|member| !member.serves_tables).count(),
             workers_desired: status.workers_desired,
             generation: status.generation.0,
             has_begun: status.records_expected > 0 && status.generation.0 > 0,

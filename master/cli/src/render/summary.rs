@@ -96,7 +96,11 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
     }
     let workers = &summary.workers;
     let restarts = counted(workers.restarts, "restart");
-    let counts = format!("peak {}, final {}, {restarts}", workers.peak, workers.last);
+    let servers = match workers.table_servers {
+        0 => String::new(),
+        servers => format!("; {} to keep", counted(servers.into(), "table server")),
+    };
+    let counts = format!("peak {}, final {}, {restarts}{servers}", workers.peak, workers.last);
     row(out, "workers", &counts);
     if let Some(digest) = &summary.digest {
         row(out, "digest", digest);
@@ -390,7 +394,7 @@ mod tests {
             epochs: 2,
             wall_s: 1.5,
             records: RecordsSummary { expected: 20, counted: 20, ..RecordsSummary::default() },
-            workers: WorkersSummary { peak: 2, last: 2, restarts: 1 },
+            workers: WorkersSummary { peak: 2, last: 2, table_servers: 0, restarts: 1 },
             memberships: vec![change(1, Cause::Start, None), change(2, Cause::Lost, Some(8.25))],
             loss: LossSummary { first: Some(2.0), last: Some(0.5) },
             training_metrics: [("accuracy".into(), 0.75)].into(),

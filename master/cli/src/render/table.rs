@@ -213,6 +213,7 @@ pub(crate) mod tests {
             straggler: worker == 1,
             cpu: None,
             memory_bytes: None,
+            serves_tables: false,
             table_bytes: None,
             pod: None,
             node: None,

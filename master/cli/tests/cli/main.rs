@@ -540,6 +540,7 @@ fn the_help_names_each_option_within_100_columns() {
         "--param-dtype",
         "--table-replicas",
         "--table-lag",
+        "--table-servers",
         "--on-rows-lost",
         "--table-memory",
         "--export-changes-since",

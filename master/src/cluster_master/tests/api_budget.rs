@@ -29,6 +29,7 @@ async fn calls_without_changes() -> BTreeMap<String, usize> {
     let identity = Holder { pod: "one".into(), uid: "u".into() };
     let lease = LeaderLease::acquire(&cluster, &meta, &identity).await.unwrap();
     let pod_factory = PodFactory {
+        table_servers: None,
         template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}}))
             .unwrap(),
         anchor: meta.clone(),

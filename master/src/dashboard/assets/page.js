@@ -22,7 +22,8 @@
     const value = history.goodput.value;
     const eta = status.eta_s === null ? "–" : text.duration(status.eta_s);
     const epoch = Math.min(status.epoch + 1, Math.max(status.epochs, 1));
-    const members = status.workers.filter((worker) => worker.rank !== null).length;
+    const isMember = (worker) => worker.rank !== null && !worker.serves_tables;
+    const members = status.workers.filter(isMember).length;
     const size = summary ? `${summary.workers.peak} at most`
       : `${members} of ${status.workers_desired}`;
     const speed = summary ? summary.throughput.records_per_s : status.records_per_s;

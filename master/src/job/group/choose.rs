@@ -7,7 +7,9 @@ use super::generation::{Change, Formation, Group};
 /// Constraints on the next generation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
+    /// Members that are no table servers. There is always one member.
     pub(crate) min: usize,
+    /// Members.
     pub(crate) wanted: usize,
     /// Whether a group without a state still waits for workers that are starting.
     pub(crate) join_window_open: bool,
@@ -37,6 +39,7 @@ pub(crate) struct Candidate {
     pub(crate) is_released: bool,
     pub(crate) is_leaving: bool,
     pub(crate) holds_state: bool,
+    pub(crate) serves_tables: bool,
 }
 
 impl Group {
@@ -64,8 +67,13 @@ impl Group {
             let joiners = workers.joiners().filter(|&(_, is_caught_up)| may(is_caught_up));
             joiners.take(vacancies).map(|(id, _)| id).collect()
         };
+        let are_enough = |members: &[WorkerId]| {
+            let computes = |id: &&WorkerId| workers.get(**id).is_some_and(|w| !w.serves_tables);
+            !members.is_empty() && members.iter().filter(computes).count() >= limits.min
+        };
         let caught_up = joiners(|is_caught_up| is_caught_up);
-        let group_waits = self.is_broken() && survivors.len() + caught_up.len() < limits.min;
+        let group_waits =
+            self.is_broken() && !are_enough(&[ids(&survivors), caught_up.clone()].concat());
         let joiners = if group_waits || !survivors.iter().any(holds_state) {
             joiners(|_| true)
         } else {
@@ -77,9 +85,8 @@ impl Group {
             if self.members.iter().any(|&id| workers.get(id).is_some()) {
                 return None;
             }
-            let enough = joiners.len() >= limits.wanted;
-            let start = enough || (joiners.len() >= limits.min && !limits.join_window_open);
-            return (start && !joiners.is_empty())
+            let start = joiners.len() >= limits.wanted || !limits.join_window_open;
+            return (start && are_enough(&joiners))
                 .then_some(Change { members: joiners, abort: self.is_broken() });
         }
         if !self.is_broken() {
@@ -91,10 +98,10 @@ impl Group {
         }
         let state_stays = stayers.iter().any(holds_state) || !survivors.iter().any(holds_state);
         let may_leave = state_stays && !limits.keeps_leavers;
-        let without_leavers = stayers.len() + joiners.len();
-        let kept = if may_leave && without_leavers >= limits.min { &stayers } else { &survivors };
+        let without_leavers = [ids(&stayers), joiners.clone()].concat();
+        let kept = if may_leave && are_enough(&without_leavers) { &stayers } else { &survivors };
         let members = [ids(kept), joiners].concat();
         let same = members == self.members && !self.is_broken();
-        (members.len() >= limits.min && !same).then(|| Change { members, abort: self.is_broken() })
+        (are_enough(&members) && !same).then(|| Change { members, abort: self.is_broken() })
     }
 }

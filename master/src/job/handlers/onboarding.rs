@@ -49,7 +49,8 @@ impl Job {
         self.out.push(Action::Admit { connection, worker });
         // In a container every process has id 1, which identifies nothing.
         let process = if pid == 1 { String::new() } else { format!(" (process {pid})") };
-        self.log_event(format!("worker {worker} is up{process}"));
+        let role = if self.serves_tables(worker) { ", a table server," } else { "" };
+        self.log_event(format!("worker {worker}{role} is up{process}"));
         if self.lifecycle.is_stopping() {
             return self.release(now, worker, "the job is stopping");
         }

@@ -21,8 +21,12 @@ use crate::job::workers::table::{WorkerTable, launch_of};
 impl Candidates for WorkerTable {
     fn get(&self, worker: WorkerId) -> Option<Candidate> {
         let w = self.get(worker)?;
-        let (is_released, is_leaving) = (w.is_released(), w.is_leaving());
-        Some(Candidate { is_released, is_leaving, holds_state: w.holds_state() })
+        Some(Candidate {
+            is_released: w.is_released(),
+            is_leaving: w.is_leaving(),
+            holds_state: w.holds_state(),
+            serves_tables: self.serves_tables(launch_of(worker)),
+        })
     }
 
     fn joiners(&self) -> impl Iterator<Item = (WorkerId, bool)> {
@@ -72,8 +76,8 @@ impl Job {
         let is_ending = is_stopping || self.lifecycle.is_suspended();
         let limits = Limits {
             // A group that only has to finish its step needs no further members.
-            min: if is_ending { 1 } else { self.spec.min_workers as usize },
-            wanted: self.lifecycle.wanted() as usize,
+            min: if is_ending { 0 } else { self.spec.min_workers as usize },
+            wanted: (self.lifecycle.wanted() + self.spec.table_servers) as usize,
             join_window_open: self.lifecycle.is_join_window_open(now),
             admits: !is_ending,
             // A group that is at its end hands nothing over.

@@ -93,8 +93,10 @@ impl Job {
         let end = describe(exit);
         if let Some(rule) = self.rule_for_end(ended, exit, is_excused) {
             let is_unresponsive = ended.iter().any(Launch::is_unresponsive);
+            let slots = self.spec.server_slots();
+            let serves_tables = ended.iter().any(|l| slots.contains(&l.slot()));
             let end = if is_unresponsive { "did not respond, and has ended" } else { &end };
-            self.apply_rule(now, &format!("{name} {end}"), rule);
+            self.apply_rule(now, &format!("{name} {end}"), rule, serves_tables);
             self.retire_surplus(now);
             self.reporting.explain_error(ended.iter().find_map(Launch::printed));
         } else if is_excused || is_counted {
@@ -267,12 +269,13 @@ impl Job {
             now,
             &format!("{name} is being removed by the cluster ({})", clip(reason)),
             rule,
+            self.workers.serves_tables(launch),
         );
         true
     }
 
     /// Does what the user wants for the end of a pod, which `what` describes.
-    fn apply_rule(&mut self, now: Time, what: &str, rule: ExitRule) {
+    fn apply_rule(&mut self, now: Time, what: &str, rule: ExitRule, serves_tables: bool) {
         let per_pod = self.spec.workers_per_pod;
         let fewer = self.lifecycle.wanted.saturating_sub(per_pod);
         match rule.action {
@@ -284,7 +287,7 @@ impl Job {
             ExitAction::Stop => {
                 self.stop_because(now, format!("{what}, which stops the job (--on-exit {rule})"));
             }
-            ExitAction::Ignore if fewer >= self.spec.min_workers => {
+            ExitAction::Ignore if !serves_tables && fewer >= self.spec.min_workers => {
                 self.log_event(format!(
                     "{what}, and is not replaced (--on-exit {rule}); {} remain",
                     counted(fewer.into(), "worker")
@@ -293,6 +296,7 @@ impl Job {
             }
             ExitAction::Ignore | ExitAction::Restart => {
                 let why = match rule.action {
+                    ExitAction::Ignore if serves_tables => ", as all table servers are",
                     ExitAction::Ignore => ", because --min-workers remain",
                     _ => "",
                 };
@@ -398,10 +402,11 @@ impl Job {
     /// workers of other slots run or start.
     fn can_train_without_failed(&self) -> bool {
         let failed = &self.lifecycle.failed_slots;
-        let is_other = |l: &Launch| {
-            l.stays() && !l.is_killed() && !l.is_counted() && !failed.contains(l.slot())
+        let is_other = |(launch, l): &(LaunchId, &Launch)| {
+            let may_train = l.stays() && !l.is_killed() && !self.workers.serves_tables(*launch);
+            may_train && !l.is_counted() && !failed.contains(l.slot())
         };
-        let others = self.workers.launches().filter(|(_, l)| is_other(l)).count();
+        let others = self.workers.launches().filter(is_other).count();
         failed.are_local() && others >= self.spec.min_workers as usize
     }
 }

@@ -40,25 +40,38 @@ impl Job {
             *most = self.workers.scheduled().max(*most);
         }
         let vacancies = self.workers.vacancies(wanted, self.spec.max_workers);
-        for _ in self.lifecycle.restarts.waiting(now)..vacancies {
-            let slot = self.workers.free_slot();
+        let mut servers = Vec::new();
+        if self.data.files().is_some() || policies.starts_core_together || policies.starts_together
+        {
+            servers = self.workers.free_server_slots();
+        }
+        let waiting = self.lifecycle.restarts.waiting(now);
+        for slot in self.workers.free_slots().take(vacancies.saturating_sub(waiting)) {
             if !self.may_launch(now, slot) {
-                return;
+                break;
             }
-            let launch = self.workers.launch(slot);
-            for launch in self.workers.pod(launch) {
-                self.await_hello(now, launch);
-                self.reporting.lifetimes.launch(now, worker_of(launch));
-            }
-            let avoid = self.lifecycle.avoided_node(now).map(str::to_owned);
-            self.out.push(Action::Launch { launch, slot, avoid });
-            self.out.mark_dirty();
-            self.reserve_id_block();
-            let initial = &mut self.lifecycle.initial_launches_left;
-            match initial.checked_sub(self.spec.workers_per_pod) {
-                Some(left) => *initial = left,
-                None => self.reporting.count_restart(),
-            }
+            self.launch_in(now, slot);
+        }
+        for slot in servers.into_iter().skip(waiting.saturating_sub(vacancies)) {
+            self.launch_in(now, slot);
+        }
+    }
+
+    /// Starts the pod whose first worker has this slot.
+    fn launch_in(&mut self, now: Time, slot: u32) {
+        let launch = self.workers.launch(slot);
+        for launch in self.workers.pod(launch) {
+            self.await_hello(now, launch);
+            self.reporting.lifetimes.launch(now, worker_of(launch));
+        }
+        let avoid = self.lifecycle.avoided_node(now).map(str::to_owned);
+        self.out.push(Action::Launch { launch, slot, avoid });
+        self.out.mark_dirty();
+        self.reserve_id_block();
+        let initial = &mut self.lifecycle.initial_launches_left;
+        match initial.checked_sub(self.spec.workers_per_pod) {
+            Some(left) => *initial = left,
+            None => self.reporting.count_restart(),
         }
     }
 

@@ -82,7 +82,8 @@ impl Job {
         // The workers that start now replace none that has failed.
         let staying = self.workers.launches().filter(|(_, l)| l.stays()).count();
         let staying = u32::try_from(staying).expect("launches are limited by max_workers");
-        self.lifecycle.initial_launches_left = self.lifecycle.wanted.saturating_sub(staying);
+        let wanted = self.lifecycle.wanted + self.spec.table_servers;
+        self.lifecycle.initial_launches_left = wanted.saturating_sub(staying);
         self.launch_missing(now);
         self.reconcile(now);
     }

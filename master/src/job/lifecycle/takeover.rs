@@ -278,7 +278,7 @@ fn check(record: &PersistedJob) -> Result<(), String> {
     }
     let members = record.membership.as_ref().map_or(&[][..], |m| &m.members);
     let distinct: BTreeSet<WorkerId> = members.iter().map(|(id, _)| *id).collect();
-    if distinct.len() != members.len() || members.len() > spec.max_workers as usize {
+    if distinct.len() != members.len() || members.len() > spec.server_slots().end as usize {
         return Err("the membership is no group".into());
     }
     if record

@@ -139,6 +139,7 @@ impl Job {
             Stage::Member { .. } => match self.spec.work {
                 Work::Evaluate { .. } => "evaluating",
                 Work::Predict { .. } => "predicting",
+                Work::Train { .. } if self.serves_tables(id) => "serving",
                 Work::Train { .. } => "training",
             },
         };
@@ -159,6 +160,7 @@ impl Job {
             straggler: is_member && worker.pace().is_straggler(now),
             cpu: worker.usage.map(|usage| f64::from(usage.cpu_millicores) / 1e3),
             memory_bytes: worker.usage.map(|usage| usage.memory_bytes),
+            serves_tables: self.serves_tables(id),
             table_bytes: last.map(|last| last.rank.table_bytes).filter(|&bytes| bytes > 0),
             leased_records: self.data.shards().map(|shards| shards.records_leased_to(id)),
         }
@@ -287,6 +289,7 @@ impl Job {
             workers: WorkersSummary {
                 peak: self.reporting.totals.peak,
                 last,
+                table_servers: self.spec.table_servers,
                 restarts: self.reporting.totals.restarts,
             },
             memberships: self.reporting.memberships(),

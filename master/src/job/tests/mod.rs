@@ -26,6 +26,7 @@ mod stall;
 mod status;
 mod storage_waits;
 mod suspension;
+mod table_servers;
 mod takeover;
 mod topology;
 mod trouble;

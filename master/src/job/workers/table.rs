@@ -8,6 +8,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
@@ -21,6 +22,8 @@ use crate::job::time::Time;
 #[derive(Debug)]
 pub(crate) struct WorkerTable {
     pub(super) workers_per_pod: u32,
+    /// Slots of table servers, all after those of the others.
+    server_slots: Range<u32>,
     pub(super) launches: BTreeMap<LaunchId, Launch>,
     launches_made: u64,
     /// Whether all workers were silent for longer than the worker timeout at the last check.
@@ -38,8 +41,9 @@ pub(crate) fn worker_of(launch: LaunchId) -> WorkerId {
 }
 
 impl WorkerTable {
-    pub(crate) fn new(workers_per_pod: u32) -> Self {
-        Self { workers_per_pod, launches: BTreeMap::new(), launches_made: 0, is_cut_off: false }
+    pub(crate) fn new(workers_per_pod: u32, server_slots: Range<u32>) -> Self {
+        let launches = BTreeMap::new();
+        Self { workers_per_pod, server_slots, launches, launches_made: 0, is_cut_off: false }
     }
 
     // ---- launches ----
@@ -93,11 +97,6 @@ impl WorkerTable {
         self.launches.get_mut(&launch)
     }
 
-    /// The lowest slot that no staying launch has.
-    pub(crate) fn free_slot(&self) -> u32 {
-        self.free_slots().next().unwrap_or_default()
-    }
-
     /// The first slots of all free pods, lowest first, without end.
     pub(crate) fn free_slots(&self) -> impl Iterator<Item = u32> + use<> {
         let per_pod = self.workers_per_pod;
@@ -106,12 +105,27 @@ impl WorkerTable {
         (0..).step_by(per_pod as usize).filter(move |slot| !taken.contains(slot))
     }
 
-    /// Pods from slot `from` on that are not scheduled yet, lowest slot first.
+    /// The first slots of the pods of table servers that may be started, lowest first.
+    pub(crate) fn free_server_slots(&self) -> Vec<u32> {
+        let Range { start, end } = self.server_slots;
+        let running = self.pods().filter(|id| self.serves_tables(*id)).count();
+        let missing = ((end - start) / self.workers_per_pod) as usize;
+        let free = self.free_slots().skip_while(|slot| *slot < start);
+        free.take(missing.saturating_sub(running)).collect()
+    }
+
+    /// Whether a launch is that of a table server.
+    pub(crate) fn serves_tables(&self, launch: LaunchId) -> bool {
+        self.launches.get(&launch).is_some_and(|l| self.server_slots.contains(&l.slot))
+    }
+
+    /// Pods of workers from slot `from` on that are not scheduled yet, lowest slot first.
     pub(crate) fn unscheduled(&self, from: u32) -> Vec<LaunchId> {
         let lacks = |id: &LaunchId| {
             let l = &self.launches[id];
             l.stays()
                 && l.slot >= from
+                && !self.serves_tables(*id)
                 && !self.any_of_pod(*id, Launch::has_registered)
                 && l.scheduling() != Scheduling::Scheduled
         };
@@ -129,21 +143,22 @@ impl WorkerTable {
     }
 
     /// Number of pods that may be added so that `wanted` workers stay and at most `max` processes
-    /// run.
+    /// run, without table servers.
     pub(crate) fn vacancies(&self, wanted: u32, max: u32) -> usize {
         let wanted = wanted.div_ceil(self.workers_per_pod) as usize;
         let max = (max / self.workers_per_pod) as usize;
-        wanted.saturating_sub(self.staying().count()).min(max.saturating_sub(self.pods().count()))
+        let pods = self.pods().filter(|id| !self.serves_tables(*id)).count();
+        wanted.saturating_sub(self.staying_workers().count()).min(max.saturating_sub(pods))
     }
 
-    /// The surplus pods when only `wanted` workers stay: first pods without a worker, then the
-    /// others, each from the highest slot down.
+    /// The surplus pods when only `wanted` workers stay, without table servers: first pods without
+    /// a worker, then the others, each from the highest slot down.
     pub(crate) fn surplus(&self, wanted: u32) -> Vec<LaunchId> {
         let cost = |id: LaunchId| {
             let has_worker = self.any_of_pod(id, Launch::has_registered);
             (has_worker, std::cmp::Reverse((self.launches[&id].slot, id)), id)
         };
-        let mut staying: Vec<_> = self.staying().map(cost).collect();
+        let mut staying: Vec<_> = self.staying_workers().map(cost).collect();
         staying.sort_unstable();
         let kept = wanted.div_ceil(self.workers_per_pod) as usize;
         let surplus = staying.len().saturating_sub(kept);
@@ -153,6 +168,11 @@ impl WorkerTable {
     /// The pods that keep their slots.
     fn staying(&self) -> impl Iterator<Item = LaunchId> + '_ {
         self.pods().filter(|&id| self.any_of_pod(id, Launch::stays))
+    }
+
+    /// Those of them that are no table servers.
+    fn staying_workers(&self) -> impl Iterator<Item = LaunchId> + '_ {
+        self.staying().filter(|id| !self.serves_tables(*id))
     }
 
     // ---- workers ----

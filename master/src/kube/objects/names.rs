@@ -65,6 +65,8 @@ pub const KEY_FILE: &str = "/etc/elasticdl/tls.key";
 pub(crate) const TASK: &str = "task";
 /// The anchor's key for the worker pod template, as JSON.
 pub(crate) const WORKER_POD: &str = "worker-pod";
+/// The anchor's key for the template of the table servers' pods, as JSON.
+pub(crate) const TABLE_SERVER_POD: &str = "table-server-pod";
 /// Label of a worker pod: its slot; for a pod of several workers, the first one's.
 pub(crate) const SLOT_LABEL: &str = "elasticdl/index";
 /// Label of a worker pod: its launch; for a pod of several workers, the first one's.

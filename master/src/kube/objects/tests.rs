@@ -28,6 +28,7 @@ fn request() -> Request {
         master_image: "elasticdl:1".into(),
         service_account: "elasticdl".into(),
         worker_resources: parse_resources("cpu=2,memory=1Gi,nvidia.com/gpu=1").unwrap(),
+        table_server_resources: None,
         env: vec![("A".into(), "b".into())],
         volumes: parse_volumes("claim_name=c,mount_path=/data").unwrap(),
         ..PodOptions::default()
@@ -474,6 +475,24 @@ fn cpus_are_limited_only_where_the_user_sets_a_limit() {
         "limits": {"cpu": "4", "memory": "1Gi"}
     });
     assert_eq!(worker(&request, 1, 0)["spec"]["containers"][0]["resources"], resources);
+}
+
+#[test]
+fn pods_of_table_servers_have_resources_of_their_own() {
+    let mut request = request();
+    assert!(!objects(&request).anchor.data.unwrap().contains_key(TABLE_SERVER_POD));
+    request.task.job.table_servers = 2;
+    let memory = |request: &Request| {
+        let data = objects(request).anchor.data.unwrap();
+        let memory = |key: &str| {
+            let pod: Value = serde_json::from_str(&data[key]).unwrap();
+            pod["spec"]["containers"][0]["resources"]["requests"]["memory"].clone()
+        };
+        [WORKER_POD, TABLE_SERVER_POD].map(memory)
+    };
+    assert_eq!(memory(&request), ["1Gi", "1Gi"]);
+    request.pods.table_server_resources = Some(parse_resources("cpu=1,memory=32Gi").unwrap());
+    assert_eq!(memory(&request), ["1Gi", "32Gi"]);
 }
 
 #[test]

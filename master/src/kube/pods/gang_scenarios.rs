@@ -24,6 +24,7 @@ fn pods_with(fake: &Arc<FakeServer>, scheduler: GangScheduler) -> Pods {
     let gang = GangOptions::new(scheduler, queue, 2, &Default::default(), class);
     gang.mark_template(&mut template.metadata);
     let factory = PodFactory {
+        table_servers: None,
         template,
         anchor,
         master: "10.0.0.1:7070".into(),

@@ -29,6 +29,7 @@ pub(super) fn pods_of(
     let anchor: ObjectMeta = serde_json::from_value(anchor).unwrap();
     let recorder = EventRecorder::start(cluster, &anchor);
     let factory = PodFactory {
+        table_servers: None,
         template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}}))
             .unwrap(),
         anchor,

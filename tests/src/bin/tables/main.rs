@@ -97,7 +97,7 @@ fn bytes_per_row(rows: u64) -> Result<f64, Box<dyn Error>> {
     let settings =
         Settings { seed: 0, shards: elasticdl_tables::SHARDS, copies: 1, lag: 0, copy_bytes: 1 };
     let mut owned = Owned::new(1, settings, tables.to_vec());
-    owned.create(1, vec![Member { worker: 1, host: 1, leaves: false }]);
+    owned.create(1, vec![Member::new(1, 1)]);
     for start in (0..rows).step_by(10_000) {
         let mut ids = Ids::new(1);
         ids.begin_record();

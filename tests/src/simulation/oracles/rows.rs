@@ -4,7 +4,7 @@
 //!   gives it, with the touches and the numbers of the reference after the same steps. So each pair
 //!   of a record and a row counts once, and copies are equal.
 //! * All ranks of a generation have one placement after each step. Each shard has a holder, and no
-//!   holder twice.
+//!   holder twice. None comes to a worker where table servers suffice.
 //! * A rank is given rows as of its last commit, or of exactly as many commits before as the lag
 //!   is.
 //! * The same of the chunks of an optimizer's state, each of which is what the parameters of the
@@ -18,8 +18,8 @@ use std::collections::BTreeSet;
 use std::rc::Rc;
 
 use elasticdl::simulated::{Placement, ReplacedRows, Settings};
-use elasticdl_master::job::OnRowsLost;
-use elasticdl_proto::Generation;
+use elasticdl_master::job::{LaunchId, OnRowsLost};
+use elasticdl_proto::{Generation, WorkerId};
 
 use crate::simulation::machine::checkpoint_key;
 use crate::simulation::model::digest;
@@ -110,6 +110,29 @@ impl World {
         if known != placement {
             self.violate(format!("{}: the placement after {at:?} differs", self.name(p)));
         }
+        if let Some(worker) = self.misplaced(at, placement) {
+            let name = self.name(p);
+            self.violate(format!("{name}: worker {worker} comes to hold a shard at {at:?}"));
+        }
+    }
+
+    /// A worker that has received a shard with a step of a group, though the group's table servers
+    /// are as many as there are copies.
+    fn misplaced(&self, at: (u64, u64), placement: &Placement) -> Option<u64> {
+        let published = self.oracle.published.iter().find(|m| m.generation.0 == at.0)?;
+        let serves = |worker: WorkerId| {
+            self.process_of(LaunchId(worker.0)).is_some_and(|p| self.serves_tables(p))
+        };
+        let servers = published.members.iter().filter(|(id, _)| serves(*id)).count();
+        if servers < self.setting.copies() || self.setting.spec.table_servers == 0 {
+            return None;
+        }
+        let before = self.oracle.rows.placements.get(&(at.0, at.1.checked_sub(1)?))?;
+        let joiners = (0..placement.shards()).flat_map(|shard| {
+            let before = before.holders(shard);
+            placement.holders(shard).iter().filter(|worker| !before.contains(worker))
+        });
+        joiners.copied().find(|worker| !serves(WorkerId(*worker)))
     }
 
     /// Notes who holds shards after a step of a group, if each has all of its copies.
@@ -122,11 +145,9 @@ impl World {
         let holders = (0..placement.shards()).map(|shard| placement.holders(shard));
         let copies = self.setting.copies();
         let least = holders.clone().map(<[u64]>::len).min().unwrap_or(0);
-        let rows = &mut self.oracle.rows;
-        if least >= copies.min(published.members.len()) && rows.whole_at <= at {
-            rows.whole_at = at;
-            rows.holders = holders.flatten().copied().collect();
-            rows.copies = least;
+        if least >= copies.min(published.members.len()) {
+            let holders = holders.flatten().copied().collect();
+            self.oracle.rows.whole.insert(at, (holders, least));
         }
     }
 
@@ -134,7 +155,9 @@ impl World {
     pub(in crate::simulation) fn note_left_rows(&mut self, p: usize) {
         if let Some(worker) = self.processes[p].worker.filter(|_| !self.fault_plan.links_may_break)
         {
-            self.oracle.rows.holders.remove(&worker.0);
+            for (holders, _) in self.oracle.rows.whole.values_mut() {
+                holders.remove(&worker.0);
+            }
         }
     }
 
@@ -166,7 +189,10 @@ impl World {
     }
 
     /// `p` says that all copies of a shard are lost.
-    pub(in crate::simulation) fn check_lost_rows(&mut self, p: usize) {
+    ///
+    /// A step that no member of the group has committed is undone, with the copies that it brought:
+    /// the last placement counts that a step up to `step`, the group's, had.
+    pub(in crate::simulation) fn check_lost_rows(&mut self, p: usize, step: u64) {
         trace!(self, "{}: rows are lost", self.name(p));
         let generation = self.processes[p].trainer.seen.group.map(|(generation, _)| generation);
         let published = &self.oracle.published;
@@ -182,9 +208,10 @@ impl World {
             let holders = (0..self.processes.len()).filter(held);
             holders.into_iter().any(|q| is_member || self.is_in_reserve(q))
         };
-        let lost = self.oracle.rows.holders.iter().filter(|worker| !is_here(worker)).count();
-        if lost < self.oracle.rows.copies {
-            let copies = self.oracle.rows.copies;
+        let mut whole = self.oracle.rows.whole.iter().rev();
+        let Some((_, (holders, copies))) = whole.find(|((_, at), _)| *at <= step) else { return };
+        let lost = holders.iter().filter(|worker| !is_here(worker)).count();
+        if lost < *copies {
             let name = self.name(p);
             self.violate(format!("{name}: rows are lost with {lost} workers, of {copies} copies"));
         }
@@ -215,7 +242,7 @@ impl World {
         }
         trace!(self, "{}: rows of {checkpoint:?} take the place of {shards:?}", self.name(p));
         self.oracle.coverage.rows_replaced += 1;
-        self.check_lost_rows(p);
+        self.check_lost_rows(p, *step);
     }
 
     /// Checks the touches that the master reports at the end, after steps that have absorbed these

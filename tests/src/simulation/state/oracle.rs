@@ -65,12 +65,9 @@ pub(crate) struct RowsSeen {
     pub(crate) states: BTreeMap<(u64, u64), Vec<Rc<Rows>>>,
     /// Placements, by generation and step.
     pub(crate) placements: BTreeMap<(u64, u64), Placement>,
-    /// Generation and step of the newest placement in which each shard had all of its copies.
-    pub(crate) whole_at: (u64, u64),
-    /// Workers that held shards then.
-    pub(crate) holders: BTreeSet<u64>,
-    /// Copies of each shard then.
-    pub(crate) copies: usize,
+    /// The placements in which each shard had all of its copies, by generation and step: the
+    /// workers that held shards, and the copies of each shard.
+    pub(crate) whole: BTreeMap<(u64, u64), (BTreeSet<u64>, usize)>,
 }
 
 /// What one generation has committed.

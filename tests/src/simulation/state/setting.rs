@@ -121,6 +121,7 @@ impl Setting {
             setting.tables.iter_mut().for_each(|tables| tables.lag = 0);
         }
         setting.draw_rare_worlds(&mut SimRng::new(seed.rotate_left(20)));
+        setting.draw_table_servers(&mut SimRng::new(seed.rotate_left(36)));
         setting
     }
 
@@ -135,6 +136,15 @@ impl Setting {
             (self.other_build, self.zones) = (Some(LaunchId(rng.between(3, 5))), 1);
         } else if rng.chance(1, 40) {
             (self.has_storm, self.spec.max_worker_restarts) = (true, 3);
+        }
+    }
+
+    /// Draws how many table servers there are, if the model has tables.
+    fn draw_table_servers(&mut self, rng: &mut SimRng) {
+        if self.tables.is_some() && rng.chance(1, 2) {
+            let per_pod = self.spec.workers_per_pod;
+            let pods_max = if per_pod > 1 { 2 } else { 3 };
+            self.spec.table_servers = rng.between(1, pods_max) as u32 * per_pod;
         }
     }
 

@@ -19,7 +19,7 @@ pub(super) fn with_tables() -> JobFingerprint {
 }
 
 pub(super) fn members(world_size: usize) -> Vec<Member> {
-    let member = |worker| Member { worker, host: worker, leaves: false };
+    let member = |worker| Member::new(worker, worker);
     (1..=world_size as u64).map(member).collect()
 }
 

@@ -115,13 +115,14 @@ impl<C: Content> Ownership<C> {
         self.committed.as_ref().map(|committed| committed.step)
     }
 
-    /// Number of workers of the group on the host of this one, which hold about as many shards
+    /// Number of workers of the group on the host of this one that hold shards, about as many
     /// each; 1 as long as some shards do not lie where they should.
     pub fn workers_of_host(&self) -> u64 {
         let Some(group) = self.group.as_ref().filter(|group| group.is_settled) else { return 1 };
         let host = |worker| group.members[group.rank(worker)].host;
-        let is_here = |member: &&Member| member.host == host(self.me);
-        group.members.iter().filter(is_here).count() as u64
+        let holds = |worker| group.placement.held_by(worker).next().is_some();
+        let is_here = |member: &&Member| member.host == host(self.me) && holds(member.worker);
+        (group.members.iter().filter(is_here).count() as u64).max(1)
     }
 
     /// Number of shards of the group with fewer copies than there could be.

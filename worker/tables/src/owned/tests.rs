@@ -23,7 +23,7 @@ fn lagging(id: u64, lag: u32) -> Owned {
 }
 
 fn members(workers: u64) -> Vec<Member> {
-    (1..=workers).map(|worker| Member { worker, host: worker, leaves: false }).collect()
+    (1..=workers).map(|worker| Member::new(worker, worker)).collect()
 }
 
 /// A group of so many workers, which begins.
@@ -109,7 +109,7 @@ fn regroup_of(group: &mut [Owned], step: u64, generation: u64, workers: &[u64]) 
         group.iter().map(|worker| worker.header().or_else(|| joins.clone())).collect();
     let recovery = Recovery::plan(step, of, &headers).unwrap();
     let placement = group[0].placement().unwrap().clone();
-    let member = |&worker| Member { worker, host: worker, leaves: false };
+    let member = |&worker: &u64| Member::new(worker, worker);
     for worker in group {
         let group = (generation, workers.iter().map(member).collect());
         worker.regroup((step, placement.clone()), &recovery, group).unwrap();
@@ -255,7 +255,7 @@ fn a_step_reads_rows_exactly_as_many_commits_old_as_the_lag_is() {
 
 #[test]
 fn workers_of_a_host_are_counted_once_all_shards_lie_where_they_should() {
-    let member = |worker| Member { worker, host: worker / 3, leaves: false };
+    let member = |worker| Member::new(worker, worker / 3);
     let mut group: Vec<Owned> = (1..=3).map(worker).collect();
     group.iter_mut().for_each(|worker| worker.create(1, (1..=3).map(member).collect()));
     let of_hosts = |group: &[Owned]| -> Vec<u64> {

@@ -162,6 +162,11 @@ fn request(asked: &StartRequest, pods: PodOptions, namespace: String) -> Result<
     let mut job =
         asked.spec(name, |option, path| path_in_volume(&asked.cluster, &mounts, option, path))?;
     check_outputs(&asked.cluster, &pods.volumes, &job)?;
+    if pods.table_server_resources.is_some() && job.table_servers == 0 {
+        return Err(Failure::usage(
+            "--table-server-resources: the job has no table servers; --table-servers N starts them",
+        ));
+    }
     let core_pods = job.min_workers / job.workers_per_pod;
     let gang = gang(&asked.cluster, core_pods, &pods, priority_class)?;
     job.policies.starts_core_together = gang.is_some();
@@ -302,6 +307,7 @@ fn pod_options(options: &ClusterOptions, image: &str) -> Result<PodOptions, Fail
         worker_service_account: options.worker_service_account.clone(),
         master_resources: options.master_resources.clone(),
         worker_resources: options.worker_resources.clone(),
+        table_server_resources: options.table_server_resources.clone(),
         priority_tiers: options.priority_tiers.clone().unwrap_or(usual),
         env: options.env.clone(),
         env_from_secret: options.env_from_secret.clone(),

@@ -297,6 +297,7 @@ mod tests {
             export_changes_since: None,
             no_table_look_ahead: false,
             table_lag: 0,
+            table_servers: 0,
             restart_without_checkpoint: false,
             grace_period: Duration::from_secs(30),
             policies: Policies {

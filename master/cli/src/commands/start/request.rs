@@ -89,6 +89,7 @@ impl StartRequest {
                     export_changes_since: tuning.export_changes_since,
                     no_table_look_ahead: tuning.no_table_look_ahead,
                     table_lag: tuning.table_lag,
+                    table_servers: tuning.table_servers,
                     on_nonfinite: options.resilience.on_nonfinite,
                     allow_mixed_builds: options.resilience.allow_mixed_builds,
                     restart_without_checkpoint: options.resilience.restart_without_checkpoint,

@@ -11,6 +11,7 @@ const SCHEDULING: BackendEvent = BackendEvent::Waiting(Wait::Scheduling(None));
 
 fn tracker_with(priority_tiers: Option<PriorityTiers>) -> PodTracker {
     PodTracker::new(PodFactory {
+        table_servers: None,
         template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}}))
             .unwrap(),
         anchor: serde_json::from_value(json!({"name": "j", "uid": "anchor"})).unwrap(),

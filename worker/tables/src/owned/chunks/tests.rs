@@ -35,7 +35,7 @@ fn reference(steps: u64) -> (Vec<f32>, Vec<f32>) {
 }
 
 fn members(workers: &[u64]) -> Vec<Member> {
-    workers.iter().map(|&worker| Member { worker, host: worker, leaves: false }).collect()
+    workers.iter().map(|&worker| Member::new(worker, worker)).collect()
 }
 
 fn without_state(worker: u64) -> Rank {

@@ -21,6 +21,7 @@ impl Fixture {
     fn new(scheduler: GangScheduler) -> Self {
         let options = GangOptions::new(scheduler, None, 2, &Default::default(), None);
         let tracker = PodTracker::new(PodFactory {
+            table_servers: None,
             template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}}))
                 .unwrap(),
             anchor: serde_json::from_value(json!({"name": "j", "uid": "anchor"})).unwrap(),
