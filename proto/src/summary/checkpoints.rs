@@ -28,7 +28,7 @@ impl CheckpointsSummary {
     pub fn unsaved(&self, steps: u64) -> Option<(u64, u64)> {
         let newest = self.newest.as_ref().map(|newest| newest.step);
         let saved = newest.max(self.restored.last().map(|last| last.step)).unwrap_or(0);
-        (self.dir.is_some() && saved < steps).then_some((saved + 1, steps))
+        (self.dir.is_some() && saved < steps).then(|| (saved + 1, steps))
     }
 
     /// The address of the newest complete checkpoint.

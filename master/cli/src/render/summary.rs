@@ -96,10 +96,8 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
     }
     let workers = &summary.workers;
     let restarts = counted(workers.restarts, "restart");
-    let servers = match workers.table_servers {
-        0 => String::new(),
-        servers => format!("; {} to keep", counted(servers.into(), "table server")),
-    };
+    let shown = |servers: u32| format!("; {} to keep", counted(servers.into(), "table server"));
+    let servers = Some(workers.table_servers).filter(|n| *n > 0).map(shown).unwrap_or_default();
     let counts = format!("peak {}, final {}, {restarts}{servers}", workers.peak, workers.last);
     row(out, "workers", &counts);
     if let Some(digest) = &summary.digest {
