@@ -26,6 +26,10 @@ class AnyJob:
         """Starts the trainer, at the first draw."""
         raise NotImplementedError
 
+    def _advice(self, error):
+        """What to do about an error that ends the program; None if there is nothing to say."""
+        del error
+
     # ---- what the group does; for information only ----
 
     @property

@@ -49,6 +49,9 @@ class Process:
 
     def on_exception(self, kind, error, trace):
         if os.getpid() == self.pid:
+            note = self.job._advice(error)
+            if note is not None:
+                error.add_note(f"elasticdl: {note}")
             # The traceback follows in the worker's log.
             text = "".join(traceback.format_exception_only(kind, error)).strip()
             last = traceback.extract_tb(trace)[-1:]

@@ -21,6 +21,7 @@ from ._job import Job, join
 from ._optimizer import Optimizer
 from ._random import Dropout
 from ._scaler import Scaler
+from ._shards import Shards
 from ._tables import Embedding, EmbeddingBag, RowAdagrad, RowAdam, RowSGD
 from ._weights import load
 
@@ -35,6 +36,7 @@ __all__ = [
     "RowAdam",
     "RowSGD",
     "Scaler",
+    "Shards",
     "join",
     "load",
 ]

@@ -1,5 +1,5 @@
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsFloat, TypeVar
 
@@ -8,6 +8,7 @@ import torch
 from .._job import AnyJob
 
 _Batch = TypeVar("_Batch")
+_Record = TypeVar("_Record")
 # Tensors, and lists, tuples and dicts of them.
 _Values = TypeVar("_Values")
 _Module = TypeVar("_Module", bound=torch.nn.Module)
@@ -135,6 +136,17 @@ class Divided(Iterable[_Batch]):
 class Optimizer(torch.optim.Optimizer):
     # Returns a bool. The base class declares what has no other subclass than Any.
     def step(self, loss: Any = None, *, weight: SupportsFloat | None = None) -> Any: ...
+
+class Shards(torch.utils.data.Dataset[_Record]):
+    def __init__(
+        self,
+        records: Sequence[int],
+        read: Callable[[int], Iterable[_Record]],
+        *,
+        kept: int = 4,
+    ) -> None: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> _Record: ...
 
 class Scaler:
     def scale(self, outputs: Any) -> Any: ...

@@ -6,6 +6,7 @@ from .. import _elasticdl
 from .._inference import Evaluator, Predictor
 from .._job import AnyJob
 from .._process import process
+from ._advice import advice
 from ._divided import Divided, Loops
 from ._inference import Applied, Batches
 from ._meeting import Meeting
@@ -288,6 +289,9 @@ class Job(AnyJob):
         if name in self._objects.by_name:
             raise ValueError(f"job.state({name!r}): there is one of this name already")
         self._objects.add(name, value, on_commit, on_epoch)
+
+    def _advice(self, error):
+        return advice(error, self)
 
     def _begin(self):
         if self._worker.started is not None:
