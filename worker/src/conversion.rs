@@ -1,9 +1,14 @@
-//! Conversion of a checkpoint to a safetensors file, as `elasticdl convert` asks for it.
+//! Conversion of a checkpoint to a safetensors file, and of exported rows to Parquet files, as
+//! `elasticdl convert` asks for it.
 
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use elasticdl_data::storage::Storage;
+use elasticdl_tables::Table;
+
 use crate::environment::{EXIT_DONE, EXIT_FAILED};
+use crate::exported_tables::parquet_name;
 use crate::model::{Model, NamedTensor, tables_of, tensors_of};
 use crate::{outputs, trained_model, weights};
 
@@ -34,20 +39,43 @@ impl Conversion {
     }
 
     fn convert<M: Model>(&self, model: &mut M) -> Result<(), String> {
-        if !tables_of(model)?.is_empty() {
-            return Err("a checkpoint of a model with tables can't be converted; train on with \
-                        --resume-from and --export"
-                .into());
-        }
-        self.write(&tensors_of(model)?)
+        let tables = tables_of(model)?;
+        self.write(&tensors_of(model)?, &tables)
     }
 
-    /// Converts the parameters of a model with these tensors.
-    pub(crate) fn write(&self, layout: &[NamedTensor]) -> Result<(), String> {
+    /// Converts the model of a program with these tensors and tables.
+    pub(crate) fn write(&self, layout: &[NamedTensor], tables: &[Table]) -> Result<(), String> {
         trained_model::check(&self.from)?;
+        if self.to.trim_end_matches('/').ends_with(".parquet") {
+            return self.write_rows(tables);
+        }
+        if !tables.is_empty() {
+            return Err("a checkpoint of a model with tables can't be converted; train on with \
+                        --resume-from and --export, and convert the rows to a folder NAME.parquet"
+                .into());
+        }
         outputs::check_model(&self.to)?;
         let mut parameters = vec![0.0; NamedTensor::count(layout)];
         trained_model::load(&self.from, layout, &mut parameters)?;
         weights::save(&self.to, layout, &Arc::new(parameters)).map_err(|error| error.to_string())
+    }
+
+    /// Writes the rows of an exported model as Parquet, a file for each table.
+    fn write_rows(&self, tables: &[Table]) -> Result<(), String> {
+        let Self { from, to } = self;
+        let mut rows = trained_model::rows(from, tables)?
+            .ok_or_else(|| format!("{from} has no tables, whose rows {to} would have"))?;
+        let files = tables.iter().map(|table| parquet_name(&table.name));
+        let files = files.collect::<Result<Vec<String>, _>>()?;
+        let folder = Storage::open(to).map_err(|error| error.to_string())?;
+        let found = folder.list("").map_err(|error| error.to_string())?;
+        if let Some(other) = found.iter().find(|found| !files.contains(&found.path)) {
+            return Err(format!(
+                "{to} has {:?}, which is of none of these tables; name another folder",
+                other.path
+            ));
+        }
+        files.iter().try_for_each(|file| outputs::check_file(folder.join(file).address()))?;
+        rows.write_parquet(&folder, &files)
     }
 }

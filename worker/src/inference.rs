@@ -90,7 +90,13 @@ impl Trained {
         let mut parameters = vec![0.0; NamedTensor::count(layout)];
         let tables = tables_of(model)?;
         let loaded = trained_model::load(address, layout, &mut parameters);
-        let rows = loaded.and_then(|()| trained_model::rows(address, &tables));
+        let rows = loaded.and_then(|()| match trained_model::rows(address, &tables)? {
+            Some(rows) if let Some(step) = rows.changes_since() => Err(format!(
+                "{address} has only the rows that have changed since step {step} \
+                 (--export-changes-since); name the file of a whole model"
+            )),
+            rows => Ok(rows),
+        });
         let rows = rows.map_err(|error| format!("the model was not loaded: {error}"))?;
         Ok(Self { parameters, rows })
     }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use elasticdl::Reader as _;
-use elasticdl::readers::CsvRows;
+use elasticdl::readers::{CsvRows, ParquetRows};
 use elasticdl_tests::{Command, ExportedRow, FaultRates, JobFixture, S3, exported_rows, send};
 use rustix::process::Signal;
 
@@ -210,4 +210,48 @@ fn an_exported_model_is_evaluated_and_applied_with_its_rows() {
     let without = applied(&fixture, ("evaluate", "--parameters=0"), &path, 2).run();
     without.assert_outcome(2, "refused");
     assert!(without.output.contains("it has 1 tables, and this model has 0"), "{}", without.output);
+}
+
+#[test]
+fn the_rows_of_an_exported_model_are_converted_to_parquet() {
+    let fixture = JobFixture { micros_per_record: 0, ..fixture(2) };
+    let path = fixture.path("m.safetensors");
+    let job = fixture.command(3).option("max-steps", "60").option("export", &path);
+    let job = job.option("checkpoint-dir", fixture.path("kept"));
+    job.run().assert_outcome(0, "completed");
+    let convert = |from: &Path, program_option: &str| {
+        let mut command = std::process::Command::new(PROGRAMS.elasticdl);
+        command.arg("convert").arg(from).arg(fixture.path("rows.parquet"));
+        command.args(["--", PROGRAMS.counting, "--records", &RECORDS.to_string(), program_option]);
+        let output = command.output().unwrap();
+        (output.status.code(), String::from_utf8([output.stdout, output.stderr].concat()).unwrap())
+    };
+    // The second time it replaces the files.
+    for _ in 0..2 {
+        let (code, output) = convert(&path, "--tables");
+        assert!(code == Some(0) && output.contains("rows.parquet has the rows of"), "{output}");
+    }
+    let data = fixture.path("rows.parquet/counts.parquet");
+    let mut reader = ParquetRows::new().i64("key").i64("touches").f32_list("embedding", 1);
+    let data = reader.describe(data.to_str().unwrap()).unwrap();
+    let read = |file: &elasticdl::File| reader.read(file, 0..file.records).unwrap();
+    let row = |row: elasticdl::readers::Row| {
+        let (touches, values) = (row.i64(1) as u32, row.f32s(2).to_vec());
+        (row.i64(0) as u64, ExportedRow { touches, values })
+    };
+    let found: BTreeMap<u64, ExportedRow> = data.files.iter().flat_map(read).map(row).collect();
+    assert_eq!(found.len() as u64, 60 * BATCH);
+    assert_eq!(found, rows(&path));
+
+    let checkpoint = std::fs::read_dir(fixture.path("kept")).unwrap().next().unwrap().unwrap();
+    std::fs::write(fixture.path("rows.parquet/part-0"), "of another program").unwrap();
+    for (from, program_option, expected) in [
+        (&path, "--tables", "has \"part-0\", which is of none of these tables"),
+        (&path, "--parameters=0", "it has 1 tables, and this model has 0"),
+        (&checkpoint.path(), "--tables", "the rows of tables in a checkpoint can't be read here"),
+        (&checkpoint.path(), "--parameters=0", "has no tables"),
+    ] {
+        let (code, output) = convert(from, program_option);
+        assert!(code == Some(1) && output.contains(expected), "{output}");
+    }
 }

@@ -14,6 +14,7 @@ mod predictions;
 mod reader;
 pub mod readers;
 pub mod storage;
+mod table_rows;
 
 pub use map::Map;
 pub use predictions::{Column, Predictions, PredictionsError};
@@ -30,4 +31,5 @@ pub mod worker {
         StorageWait, WaitStatus, pause_unless_stopped, set_stop_flag, set_wait_flag, stop_flag,
         wait_for_access, wait_status, with_patience,
     };
+    pub use crate::table_rows::{TableRows, encode_table};
 }

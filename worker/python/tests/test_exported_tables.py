@@ -1,4 +1,4 @@
-"""Rows of exported tables, read by NumPy and PyTorch, and counted by a program without elasticdl."""
+"""Rows of exported tables, read by NumPy, PyTorch and PyArrow, and counted without elasticdl."""
 
 import importlib.util
 import pathlib
@@ -44,6 +44,7 @@ class ExportedTables(unittest.TestCase):
             self.assertGreaterEqual(job.summary()["workers"]["restarts"], 2, job.text())
         self.witness(model)
         self.read_by_numpy(model)
+        self.read_by_pyarrow(model, [ctr, "--ids", str(IDS)])
 
     def witness(self, model):
         def run(epochs):
@@ -76,6 +77,27 @@ class ExportedTables(unittest.TestCase):
 
         embedding = torch.nn.Embedding.from_pretrained(torch.from_numpy(values))
         self.assertEqual(embedding(torch.tensor([3])).tolist(), values[3:4].tolist())
+
+    def read_by_pyarrow(self, model, program):
+        if importlib.util.find_spec("pyarrow") is None:
+            self.skipTest("PyArrow is not installed")
+        import numpy
+        import pyarrow
+        import pyarrow.parquet
+
+        rows = model.with_name("rows.parquet")
+        command = [ELASTICDL, "convert", model, rows, "--", *program]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        for table, dim in (("wide", 1), ("deep", 16)):
+            found = pyarrow.parquet.read_table(rows / f"{table}.parquet")
+            types = [pyarrow.uint64(), pyarrow.uint32(), pyarrow.list_(pyarrow.float32(), dim)]
+            self.assertEqual(found.column_names, ["key", "touches", "embedding"])
+            for column, expected in zip(found.schema, types, strict=True):
+                self.assertTrue(column.type.equals(expected), column)
+            matrix = found["embedding"].combine_chunks().flatten().to_numpy().reshape(-1, dim)
+            columns = (found["key"].to_numpy(), found["touches"].to_numpy(), matrix)
+            for column, expected in zip(columns, guide()(str(model), table), strict=True):
+                numpy.testing.assert_array_equal(column, expected)
 
 
 if __name__ == "__main__":

@@ -57,10 +57,6 @@ impl ExportedTables {
         if parts == 0 || !u64::from(SHARDS).is_multiple_of(parts) {
             return Err(format!("{parts} parts"));
         }
-        let is_within = |file: &str| {
-            let mut components = Path::new(file).components();
-            !file.is_empty() && components.all(|part| matches!(part, Component::Normal(_)))
-        };
         match self.parts.iter().find(|part| !is_within(&part.file)) {
             Some(part) => Err(format!("{:?} is no file in its folder", part.file)),
             None => Ok(()),
@@ -124,6 +120,23 @@ pub(super) fn folder_of(address: &str) -> &str {
 pub(super) fn parts_folder(address: &str) -> (String, String) {
     let name = address.rsplit('/').next().unwrap_or(address);
     (format!("{address}.tables"), format!("{name}.tables"))
+}
+
+/// Name of the Parquet file of a table's rows, in the folder of all tables.
+///
+/// # Errors
+/// The table's name is no path in a folder.
+pub(crate) fn parquet_name(table: &str) -> Result<String, String> {
+    let file = format!("{table}.parquet");
+    match is_within(&file) {
+        true => Ok(file),
+        false => Err(format!("table {table:?} can't be a file in a folder; rename it")),
+    }
+}
+
+fn is_within(file: &str) -> bool {
+    let mut components = Path::new(file).components();
+    !file.is_empty() && components.all(|part| matches!(part, Component::Normal(_)))
 }
 
 /// Number of parts for so many rows of each table: enough for several workers to write at the same

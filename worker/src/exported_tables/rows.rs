@@ -5,6 +5,7 @@ use std::os::unix::fs::FileExt as _;
 
 use bytes::Bytes;
 use elasticdl_data::storage::Storage;
+use elasticdl_data::worker::{TableRows, encode_table};
 use elasticdl_tables::{BatchRows, Ids, Table, shard_of};
 use safetensors::tensor::{Dtype, Metadata};
 
@@ -21,6 +22,7 @@ pub(crate) struct TrainedRows {
     seed: u64,
     folder: String,
     parts: Vec<(ExportedPart, Option<OpenPart>)>,
+    changes_since: Option<u64>,
 }
 
 impl TrainedRows {
@@ -43,18 +45,18 @@ impl TrainedRows {
         if let Some(difference) = elasticdl_tables::difference(had, &tables) {
             return Err(format!("{address}: {difference}; both must have the same tables"));
         }
-        if let Some(step) = found.as_ref().and_then(|found| found.changes_since) {
-            return Err(format!(
-                "{address} has only the rows that have changed since step {step} \
-                 (--export-changes-since); name the file of a whole model"
-            ));
-        }
         Ok(found.map(|found| Self {
             tables,
             seed: found.seed,
             folder: folder_of(address).to_owned(),
             parts: found.parts.into_iter().map(|part| (part, None)).collect(),
+            changes_since: found.changes_since,
         }))
+    }
+
+    /// The step after which a record has touched each of these rows; `None`: they are all rows.
+    pub(crate) fn changes_since(&self) -> Option<u64> {
+        self.changes_since
     }
 
     /// No ids of these tables.
@@ -69,21 +71,49 @@ impl TrainedRows {
     pub(crate) fn look_up(&mut self, ids: &Ids) -> Result<BatchRows, String> {
         let mut rows = BatchRows::initial(&self.tables, self.seed, ids);
         let parts = self.parts.len() as u32;
-        for (index, table) in self.tables.iter().enumerate() {
-            let values = rows.values_mut(index).chunks_exact_mut(table.dim);
+        for index in 0..self.tables.len() {
+            let values = rows.values_mut(index).chunks_exact_mut(self.tables[index].dim);
             for (&id, row) in ids.of(index).iter().zip(values) {
                 let number = shard_of(index as u32, id, parts);
-                let (part, open) = &mut self.parts[number as usize];
-                let damaged = |error: String| format!("{}{}: {error}", self.folder, part.file);
-                if open.is_none() {
-                    let place = (index_of(number, parts), &self.tables[..]);
-                    *open = Some(OpenPart::new(&self.folder, part, place).map_err(damaged)?);
-                }
-                let open = open.as_ref().expect("it was just opened");
-                open.read(index, id, row).map_err(damaged)?;
+                self.of_part(number, |part| part.read(index, id, row))?;
             }
         }
         Ok(rows)
+    }
+
+    /// Writes the rows of each table to a Parquet file in `folder`. `files`: their names, by table.
+    ///
+    /// # Errors
+    /// A part is missing or damaged, this program has no Parquet, or an error of the storage.
+    pub(crate) fn write_parquet(
+        &mut self,
+        folder: &Storage,
+        files: &[String],
+    ) -> Result<(), String> {
+        for (index, file) in files.iter().enumerate() {
+            let dim = self.tables[index].dim;
+            let parts = 0..self.parts.len() as u32;
+            let parts = parts.map(|number| self.of_part(number, |part| part.rows(index, dim)));
+            let content = encode_table(dim, parts)?;
+            folder.write(file, content).map_err(|error| error.to_string())?;
+        }
+        Ok(())
+    }
+
+    /// Reads from a part, which is opened when it is needed for the first time.
+    fn of_part<T>(
+        &mut self,
+        number: u32,
+        read: impl FnOnce(&OpenPart) -> Result<T, String>,
+    ) -> Result<T, String> {
+        let parts = self.parts.len() as u32;
+        let (part, open) = &mut self.parts[number as usize];
+        let damaged = |error: String| format!("{}{}: {error}", self.folder, part.file);
+        if open.is_none() {
+            let place = (index_of(number, parts), &self.tables[..]);
+            *open = Some(OpenPart::new(&self.folder, part, place).map_err(damaged)?);
+        }
+        read(open.as_ref().expect("it was just opened")).map_err(damaged)
     }
 }
 
@@ -100,6 +130,8 @@ struct TableColumns {
     ids: Vec<u64>,
     /// Where the values begin.
     values: u64,
+    /// Where the touches begin.
+    touches: u64,
 }
 
 #[derive(Debug)]
@@ -134,11 +166,15 @@ impl OpenPart {
         let (start, metadata) = content.header(bytes)?;
         let mut columns = Vec::with_capacity(tables.len());
         for (index, table) in tables.iter().enumerate() {
-            let [of_values, of_ids, _] = names_of(table);
+            let [of_values, of_ids, of_touches] = names_of(table);
             let (at, rows) = place(&metadata, &of_ids, Dtype::U64, None)?;
             let (values, of_rows) = place(&metadata, &of_values, Dtype::F32, Some(table.dim))?;
-            if rows != of_rows {
-                return Err(format!("{rows} ids and {of_rows} rows of table {:?}", table.name));
+            let (touches, touched) = place(&metadata, &of_touches, Dtype::U32, None)?;
+            if [of_rows, touched] != [rows; 2] {
+                return Err(format!(
+                    "{rows} ids, {touched} touches and {of_rows} rows of table {:?}",
+                    table.name
+                ));
             }
             let mut ids = vec![0_u64; rows];
             content.read(start + at, bytemuck::cast_slice_mut(&mut ids))?;
@@ -146,16 +182,26 @@ impl OpenPart {
             if !is_ascending || !ids.iter().all(|&id| belongs(index, id)) {
                 return Err(format!("the ids of table {:?} are not those of a part", table.name));
             }
-            columns.push(TableColumns { ids, values: start + values });
+            columns.push(TableColumns { ids, values: start + values, touches: start + touches });
         }
         Ok(Self { content, tables: columns })
     }
 
     /// Reads the row of `id`, `[dim]`, if it is here.
     fn read(&self, table: usize, id: u64, row: &mut [f32]) -> Result<(), String> {
-        let TableColumns { ids, values } = &self.tables[table];
+        let TableColumns { ids, values, .. } = &self.tables[table];
         let Ok(at) = ids.binary_search(&id) else { return Ok(()) };
         self.content.read(values + (at * size_of_val(row)) as u64, bytemuck::cast_slice_mut(row))
+    }
+
+    /// Reads all rows of a table, each of `dim` numbers.
+    fn rows(&self, table: usize, dim: usize) -> Result<TableRows, String> {
+        let columns = &self.tables[table];
+        let keys = columns.ids.clone();
+        let (mut touches, mut values) = (vec![0; keys.len()], vec![0.0; keys.len() * dim]);
+        self.content.read(columns.touches, bytemuck::cast_slice_mut::<u32, u8>(&mut touches))?;
+        self.content.read(columns.values, bytemuck::cast_slice_mut::<f32, u8>(&mut values))?;
+        Ok(TableRows { keys, touches, values })
     }
 }
 

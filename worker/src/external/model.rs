@@ -50,7 +50,7 @@ impl Shape {
     /// Does what `elasticdl convert` asks this process for; `None` if it does not.
     pub fn convert(&self) -> Option<Result<(), String>> {
         let conversion = Conversion::read(|name| std::env::var(name).ok())?;
-        Some(conversion.write(&self.tensors))
+        Some(conversion.write(&self.tensors, &self.tables))
     }
 }
 

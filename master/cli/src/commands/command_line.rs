@@ -53,7 +53,7 @@ pub(crate) enum Command {
     Checkpoint(CheckpointArgs),
     /// Print a shell completion script for `elasticdl`.
     Completions(CompletionsArgs),
-    /// Write the model of a checkpoint as a safetensors file.
+    /// Write the model of a checkpoint as a safetensors file, or rows of tables as Parquet.
     Convert(ConvertArgs),
     /// Open the dashboard of a running job: print its link.
     ///

@@ -1,4 +1,5 @@
-//! `elasticdl convert`: writes the model of a checkpoint as a safetensors file.
+//! `elasticdl convert`: writes the model of a checkpoint as a safetensors file, or the rows of an
+//! exported model as Parquet.
 
 use std::ffi::OsString;
 use std::fs;
@@ -16,11 +17,12 @@ use crate::process::{EXIT_OK, Failure, cannot, print_line};
 #[derive(Args, Debug)]
 #[command(after_long_help = AFTER_HELP)]
 pub(crate) struct ConvertArgs {
-    /// The checkpoint: its folder, a path or s3://, gs://, az://.
+    /// The checkpoint: its folder, a path or s3://, gs://, az://. For Parquet, an exported model.
     #[arg(value_name = "CHECKPOINT", value_parser = parse_uri)]
     pub(crate) checkpoint: String,
 
-    /// The file: a path or s3://, gs://, az://. An existing file is replaced.
+    /// The file: a path or s3://, gs://, az://. An existing file is replaced. NAME.parquet is a
+    /// folder, into which the rows of each table are written as TABLE.parquet.
     #[arg(value_name = "FILE", value_parser = parse_uri)]
     pub(crate) file: String,
 
@@ -43,7 +45,9 @@ pub(super) fn convert(args: &ConvertArgs) -> Result<u8, Failure> {
     if status.success() {
         return match appeared(&args.file, before) {
             true => {
-                print_line(&format!("{} holds the model of {}", args.file, args.checkpoint));
+                let is_rows = args.file.trim_end_matches('/').ends_with(".parquet");
+                let what = if is_rows { "has the rows of" } else { "holds the model of" };
+                print_line(&format!("{} {what} {}", args.file, args.checkpoint));
                 Ok(EXIT_OK)
             }
             false => Err(Failure::failed(format!(
@@ -81,6 +85,9 @@ it is run once, without a job, and reads and writes the files.
 Example:
   elasticdl convert checkpoints/step-000000000400-0123abcd-g1 mnist.safetensors \\
       -- ./target/release/mnist
+
+The rows of an exported model with tables, a file for each table (key, touches, embedding):
+  elasticdl convert ctr.safetensors ctr.parquet -- ./target/release/ctr
 
 Exit codes:
   0  the file is written
