@@ -22,7 +22,7 @@ use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use elasticdl_proto::gpu_instance;
 use rustix::event::{PollFd, PollFlags};
@@ -483,11 +483,15 @@ impl Drop for ChildGroup {
     fn drop(&mut self) {
         if let Some(pid) = self.pid() {
             self.kill_group();
-            // The child is not reaped here; the runtime, which owns it, does that.
-            let _ = rustix::process::waitid(
-                WaitId::Pid(pid),
-                WaitIdOptions::EXITED | WaitIdOptions::NOWAIT,
-            );
+            // The child is not reaped here; the runtime, which owns it, does that. One that waits
+            // for a disk that hangs can't die before the disk answers.
+            let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
+            let began = Instant::now();
+            while let Ok(None) = rustix::process::waitid(WaitId::Pid(pid), options)
+                && began.elapsed() < DEATH_MAX
+            {
+                std::thread::sleep(Duration::from_millis(1));
+            }
         }
     }
 }
@@ -506,6 +510,8 @@ fn exit_of(status: ExitStatus) -> Exit {
 }
 
 const END_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a killed process takes to die if nothing holds it.
+const DEATH_MAX: Duration = Duration::from_secs(1);
 /// A program that calls `run()` first sends its hello well before this time. Imports may take
 /// longer.
 const HELLO_HINT: Duration = Duration::from_secs(15);

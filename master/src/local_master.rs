@@ -2,6 +2,7 @@
 
 mod page;
 mod signals;
+mod standstill;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,6 +18,7 @@ use tracing::{info, warn};
 use self::page::LocalPage;
 pub use self::signals::Stop;
 use self::signals::{Signals, StopEscalation};
+pub use self::standstill::Standstill;
 use crate::dashboard::JobOptions;
 use crate::event_loop::{JobResult, Master, MasterParts, restore};
 use crate::exit::{Failure, cannot};
@@ -50,6 +52,8 @@ pub struct LocalEnd {
     pub result: JobResult,
     /// The signal that stopped it.
     pub stop: Option<Stop>,
+    /// Notices a master that stands still.
+    pub standstill: Standstill,
 }
 
 struct Listeners {
@@ -94,6 +98,8 @@ impl LocalMaster {
         let JobStart { address, metrics: scraped, dashboard: browsed, .. } = self.start;
         dir.publish(address, browsed).map_err(|e| Failure::failed(e.to_string()))?;
         let mut signals = Signals::new().map_err(cannot("handle signals"))?;
+        let standstill = Standstill::watch(dir.path().display().to_string());
+        let standstill = standstill.map_err(cannot("watch the master"))?;
         let (publish, published) = watch::channel(None);
         let progress = progress().publishing(publish);
         let scraped = scraped.map(|address| format!("metrics at http://{address}/metrics"));
@@ -117,11 +123,13 @@ impl LocalMaster {
         let master = self.into_master(dir, server_config, progress, tracked)?;
         let (commands, received) = mpsc::channel(COMMANDS_MAX);
         let run = master.run(received);
+        let mut turns = tokio::time::interval(Standstill::TURN);
         tokio::pin!(run);
         let mut escalation = StopEscalation::new(spec.grace_period);
         let mut ended = loop {
             tokio::select! {
                 ended = &mut run => break ended,
+                _ = turns.tick() => standstill.turn(),
                 stop = signals.next() => {
                     // The channel is full only if earlier signals, which already request the end,
                     // are still queued.
@@ -136,7 +144,7 @@ impl LocalMaster {
         };
         ended.summary.tracking_error = exporters.finish(ended.summary.tracking_error).await;
         page.end().await;
-        Ok(LocalEnd { result: ended, stop: escalation.first() })
+        Ok(LocalEnd { result: ended, stop: escalation.first(), standstill })
     }
 
     fn is_new(&self) -> bool {

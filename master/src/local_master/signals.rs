@@ -119,7 +119,7 @@ fn ignores_hangup(status: &str) -> bool {
 }
 
 /// Signals that arrive within this time of the first one are one request.
-const ONE_REQUEST: Duration = Duration::from_secs(2);
+pub(super) const ONE_REQUEST: Duration = Duration::from_secs(2);
 
 #[cfg(test)]
 mod tests {

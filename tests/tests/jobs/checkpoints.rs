@@ -212,23 +212,32 @@ fn a_checkpoint_folder_that_cannot_be_written_to_is_refused_before_training() {
     assert!(ended.output.contains("--checkpoint-dir"), "{}", ended.output);
 }
 
-#[test]
-fn training_continues_when_no_checkpoint_can_be_written_and_the_last_one_is_waited_for() {
-    let fixture = JobFixture::new(PROGRAMS, 2);
-    let dir = fixture.folder.path().join("checkpoints");
-    let mut job = checkpointed(&fixture, 1, dir.to_str().unwrap())
-        .option("summary", fixture.folder.path().join("s"))
-        .start();
+/// A job whose folder of checkpoints has just been moved away, with a file in its place, and that
+/// folder.
+fn without_folder(fixture: &JobFixture) -> (Running, PathBuf) {
+    let dir = fixture.path("checkpoints");
+    let command = checkpointed(fixture, 1, dir.to_str().unwrap());
+    let mut job = command.option("summary", fixture.path("s")).start();
     job.wait_for_first_steps();
-    // The folder is moved away, and a file put in its place.
-    while std::fs::rename(&dir, fixture.folder.path().join("away")).is_err() {
+    while std::fs::rename(&dir, fixture.path("away")).is_err() {
         std::thread::sleep(Duration::from_millis(1));
     }
     std::fs::write(&dir, "in the way").unwrap();
-    // The last one is worth a wait: no later one makes up for it.
+    (job, dir)
+}
+
+fn wait_for_wait(job: &mut Running) {
     job.wait_for("a wait for storage", |status| {
         status.events.iter().any(|event| event.contains("waits for storage"))
     });
+}
+
+#[test]
+fn training_continues_when_no_checkpoint_can_be_written_and_the_last_one_is_waited_for() {
+    let fixture = JobFixture::new(PROGRAMS, 2);
+    let (mut job, dir) = without_folder(&fixture);
+    // The last one is worth a wait: no later one makes up for it.
+    wait_for_wait(&mut job);
     std::fs::remove_file(&dir).unwrap();
     let ended = job.wait();
     ended.assert_exact("nothing could be written until the end");
@@ -236,6 +245,20 @@ fn training_continues_when_no_checkpoint_can_be_written_and_the_last_one_is_wait
     let newest = known.newest.as_ref().map(|kept| kept.step);
     assert!(known.failed > 2 && newest == Some(ended.summary().steps), "{known:?}");
     assert!(ended.summary().throughput.storage_wait_s > 0.0, "{}", ended.output);
+}
+
+#[test]
+fn a_stop_tries_the_last_checkpoint_for_longer_than_an_export() {
+    let fixture = JobFixture { epochs: 100, ..JobFixture::new(PROGRAMS, 2) };
+    let (mut job, dir) = without_folder(&fixture);
+    job.signal(Signal::TERM);
+    wait_for_wait(&mut job);
+    std::thread::sleep(Duration::from_secs(5));
+    std::fs::remove_file(&dir).unwrap();
+    let ended = job.wait();
+    ended.assert_outcome(143, "stopped");
+    let newest = checkpoints(&ended).newest.as_ref().map(|saved| saved.step);
+    assert_eq!(newest, Some(ended.summary().steps), "{}", ended.output);
 }
 
 #[test]

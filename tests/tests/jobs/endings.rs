@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::io::Write;
 use std::net::{SocketAddr, TcpStream};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use elasticdl_proto::{Cause, FailedShard};
 use elasticdl_tests::{
@@ -214,4 +214,25 @@ fn an_unauthenticated_peer_with_random_bytes_changes_nothing() {
     let ended = job.wait();
     ended.assert_exactly_once("strangers", RECORDS, 3);
     assert_eq!(ended.causes(), [Cause::Start, Cause::Join]);
+}
+
+#[test]
+fn a_master_whose_output_is_a_full_pipe_trains_and_ends_by_a_signal() {
+    let fixture = fixture(2);
+    let fifo = fixture.path("fifo");
+    // A pipe of 64 KiB without a byte left, and with a reader that never reads.
+    let fill = "mkfifo $0 && exec 3<>$0 && dd bs=4096 count=16 if=/dev/zero of=$0 \
+                oflag=nonblock && exec \"$@\" > $0 2>&1";
+    let starter = ["/bin/sh".as_ref(), "-c".as_ref(), fill.as_ref(), fifo.as_os_str()];
+    let mut job = fixture.command(0).started_by(starter).start();
+    let summary = fixture.path("job").join("summary.json");
+    let limit = Instant::now() + Duration::from_secs(120);
+    while !summary.exists() {
+        assert!(Instant::now() < limit, "{:?}", job.try_status());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert!(job.is_running(), "it waits for a reader");
+    job.signal(Signal::TERM);
+    let ended = job.wait();
+    assert_eq!((ended.code, ended.summary().state.to_string()), (Some(143), "completed".into()));
 }

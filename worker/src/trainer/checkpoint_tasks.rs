@@ -25,7 +25,7 @@ use crate::tensors::digest_of;
 impl<M: Model> Trainer<'_, M> {
     /// Executes the session's checkpoint tasks. To be called before the state changes again.
     pub(super) fn poll_checkpoint_writer(&mut self) -> Result<(), Failure> {
-        let patience_of_end = self.patience_of_end();
+        let patience_of_last = self.patience_of_last_checkpoint();
         let store = &mut self.checkpoints.store;
         if !store.is_written() {
             return Ok(());
@@ -76,7 +76,7 @@ impl<M: Model> Trainer<'_, M> {
                     let begun = self.machine.now();
                     let parameters = self.tensors.to_host(Tensor::Parameters)?;
                     let slots = self.tensors.to_host(Tensor::Slots)?;
-                    let patience = if is_last { patience_of_end } else { Duration::ZERO };
+                    let patience = if is_last { patience_of_last } else { Duration::ZERO };
                     let shard = OwnShard { step, generation, rank, world_size, patience };
                     let rows = self.tables.as_ref().map(|tables| {
                         let SavedShards { of_ranks, owned } = tables.save(step);

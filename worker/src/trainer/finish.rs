@@ -159,6 +159,14 @@ impl<M: Model> Trainer<'_, M> {
         }
     }
 
+    /// How long the last checkpoint is tried, which no later one makes up for.
+    pub(super) fn patience_of_last_checkpoint(&self) -> Duration {
+        match self.session.is_stopping() {
+            true => PATIENCE_OF_CHECKPOINT_AT_STOP,
+            false => self.patience_of_end(),
+        }
+    }
+
     /// The lowest rank exports the model if it is the best so far and all ranks hold the same
     /// state, or an earlier one that could not be written. The next step needs that rank, so if it
     /// is lost meanwhile, the next group is still at this step and exports the model again.
@@ -252,5 +260,7 @@ const PATIENCE_OF_END: Duration = Duration::from_secs(60);
 const PATIENCE_WITHOUT_FALLBACK: Duration = Duration::from_secs(600);
 /// As [`PATIENCE_OF_END`], for a job that is stopped: the model is on this machine.
 const PATIENCE_OF_STOP: Duration = Duration::from_secs(3);
+/// The master waits for a minute, and the state is in no other place.
+const PATIENCE_OF_CHECKPOINT_AT_STOP: Duration = Duration::from_secs(50);
 /// As [`PATIENCE_OF_STOP`], in a pod: the master waits for a minute.
 const PATIENCE_OF_STOP_WITHOUT_FALLBACK: Duration = Duration::from_secs(20);

@@ -86,6 +86,7 @@ impl Job {
         if let Some(line) = epochs_line {
             self.log_event(line);
         }
+        self.watch_checkpoints(now);
         self.try_finish_takeover(now);
         if self.reporting.is_late(now) {
             self.log_recovery();

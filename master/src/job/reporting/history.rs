@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::counters::{Counters, End};
 use super::epochs::EpochLines;
+use super::late_checkpoints::LateCheckpoints;
 use super::lifetimes::Lifetimes;
 use super::smoothed::Smoothed;
 use super::speed::Speed;
@@ -63,6 +64,7 @@ pub(crate) struct JobHistory {
     last_failure: Option<String>,
     /// Whether the user has requested a checkpoint that has not been written yet.
     pub(super) wants_checkpoint: bool,
+    pub(crate) late_checkpoints: LateCheckpoints,
     /// The group's final report.
     final_report: Option<Finished>,
     /// Whether a worker whose program failed has exported the model of its last step.

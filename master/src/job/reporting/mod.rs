@@ -3,6 +3,7 @@
 pub(crate) mod counters;
 pub(crate) mod epochs;
 pub(crate) mod history;
+pub(crate) mod late_checkpoints;
 pub(crate) mod lifetimes;
 mod lost_rows;
 mod news;

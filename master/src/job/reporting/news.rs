@@ -24,6 +24,23 @@ impl Job {
         self.request_checkpoint();
     }
 
+    /// Tells users, once, if checkpoints are late.
+    pub(crate) fn watch_checkpoints(&mut self, now: Time) {
+        let step = self.data.step();
+        let Some(spec) = &self.spec.checkpoints else { return };
+        let Some(waited) = self.reporting.late_checkpoints.late(now, step, spec.every) else {
+            return;
+        };
+        let newest = &self.reporting.totals.checkpoints.newest;
+        let saved = newest.as_ref().map_or(0, |newest| newest.step);
+        self.log_event(format!(
+            "no checkpoint has been written for {} s, although one was due: its write has not \
+             ended; steps {} to {step} are in none",
+            waited.as_secs(),
+            saved + 1
+        ));
+    }
+
     /// Forwards the user's request to the lowest rank, which informs the others. Called again for
     /// each new group.
     pub(crate) fn request_checkpoint(&mut self) {
@@ -41,9 +58,11 @@ impl Job {
             _ => None,
         };
         let is_in_vain = matches!(news, CheckpointNews::Failed { step, .. } if step >= last);
-        let known = &mut self.reporting.totals.checkpoints;
         let is_written =
             matches!(news, CheckpointNews::Saved { .. } | CheckpointNews::Failed { .. });
+        let was_late = (is_written || matches!(news, CheckpointNews::Restored { .. }))
+            && self.reporting.late_checkpoints.heard(now, last);
+        let known = &mut self.reporting.totals.checkpoints;
         let line = match news {
             CheckpointNews::Damaged { name, reason } => {
                 known.damaged += 1;
@@ -115,7 +134,7 @@ impl Job {
                 // One that hung makes up for none that a group that ends has left out.
                 let makes_up = self.lifecycle.is_running() || step >= last;
                 let failed_before = makes_up && known.error.take().is_some();
-                failed_before
+                (failed_before || was_late)
                     .then(|| format!("checkpoints are written again: that of step {step} is"))
             }
         };

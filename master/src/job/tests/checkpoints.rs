@@ -210,3 +210,28 @@ fn a_late_checkpoint_makes_up_for_none_that_a_stopped_job_has_left_out() {
     news(&mut job, saved(3));
     assert_eq!(error(&job), None);
 }
+
+#[test]
+fn a_write_that_does_not_end_is_told_once_and_so_is_its_end() {
+    let mut job = started(kept(), &[20_000]);
+    // What is told of checkpoints when `message` arrives after so many seconds.
+    let mut told = |seconds: u64, message| {
+        job.handle(at(1000 * seconds), Event::Message { worker: WorkerId(1), message });
+        let all = std::iter::from_fn(|| job.poll_action());
+        let lines = all.filter_map(|action| match action {
+            Action::Log(line) if line.contains("checkpoint") => Some(line),
+            _ => None,
+        });
+        lines.collect::<Vec<_>>()
+    };
+    let commit = |step| committed(1, step, &[(8 * step, 8 * step + 8)]);
+    assert_eq!(told(0, commit(1)), [""; 0]);
+    assert_eq!(told(119, commit(2)), [""; 0], "two intervals of a minute");
+    let late = told(120, commit(3));
+    assert!(late.len() == 1 && late[0].ends_with("steps 1 to 3 are in none"), "{late:?}");
+    assert_eq!(told(500, commit(4)), [""; 0]);
+    let over = told(501, WorkerMessage::Checkpoint(saved(1)));
+    assert_eq!(over, ["checkpoints are written again: that of step 1 is"]);
+    assert_eq!(told(502, commit(5)), [""; 0]);
+    assert_eq!(told(621, commit(6)).len(), 1);
+}

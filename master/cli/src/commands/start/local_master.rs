@@ -4,8 +4,10 @@ use std::fs::File;
 use std::io::{self, IsTerminal as _, stderr};
 use std::net::SocketAddr;
 use std::os::unix::fs::OpenOptionsExt as _;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
+use std::thread;
 
 use elasticdl_master::event_loop::JobResult;
 use elasticdl_master::job::Outcome;
@@ -87,8 +89,11 @@ fn run(
     raise_open_files();
     let runtime = new_runtime()?;
     let shows_link = console.progress() == Some(LogFormat::Text) && stderr().is_terminal();
-    let running = job.run(dir, || progress(dir, console), shows_link);
-    let LocalEnd { result: ended, stop } = runtime.block_on(running)?;
+    // Signals are handled on this thread: one that waits for a disk that hangs handles none.
+    let run = || runtime.block_on(job.run(dir, || progress(dir, console), shows_link));
+    let led = thread::scope(|scope| scope.spawn(run).join());
+    let LocalEnd { result: ended, stop, standstill } =
+        led.unwrap_or_else(|panicked| resume_unwind(panicked))?;
     *has_run = true;
     // Drops what background tasks hold, before the report is written.
     drop(runtime);
@@ -108,6 +113,7 @@ fn run(
     let wanted = wanted.filter(|path| ended.outcome != Outcome::InvalidInput || !path.exists());
     let own = (!is_replaced).then(|| dir.summary_path());
     let written = write_summaries(own.as_deref(), wanted.as_deref(), &ended);
+    standstill.end_process_on_signal();
     let has_trained = ended.summary.steps > 0 || ended.summary.records.counted > 0;
     let refused = if is_replaced {
         None
