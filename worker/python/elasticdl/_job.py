@@ -57,10 +57,17 @@ class AnyJob:
         core = self._worker.core
         if core is None or core.is_alone:
             print(*values, sep=sep, end=end)
-        elif self.is_main if self.world_size else core.id <= 1:
+        elif self._acts_for_all():
             # The command shows lines that begin so.
             text = sep.join(map(str, values)).replace("\n", "\n\x1e")
             print("\x1e" + text, end=end, flush=True)
+
+    def _acts_for_all(self):
+        """Whether this worker is the main one; before the first draw, the one that started first."""
+        core = self._worker.core
+        if self.world_size or core is None or core.is_alone:
+            return self.rank == 0
+        return core.id <= 1
 
     @property
     def world_size(self):

@@ -6,7 +6,7 @@ def advice(error, job):
     text = str(error)
     worker = job._worker
     if "IterableDataset" in text and "batch_sampler" in text:
-        return _STREAM
+        return STREAM
     is_small = worker.drawn and len(worker.drawn[0]) == 1
     if "Expected more than 1 value per channel" in text and is_small:
         options, sampler = worker.core.options, worker._sampler
@@ -23,7 +23,7 @@ def advice(error, job):
     return None
 
 
-_STREAM = (
+STREAM = (
     "a job counts each record once, by its index, and an IterableDataset has none. Where the "
     "source is shards that can be read by number, elasticdl.torch.Shards(records, read) is a data "
     "set with indices"

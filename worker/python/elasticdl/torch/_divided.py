@@ -44,7 +44,7 @@ class Divided:
         try:
             indices = loop.share()
             while indices:
-                data = self._loader_of([batches[index] for index in indices])
+                data = with_batches(self._loader, [batches[index] for index in indices])
                 for loop.current, batch in zip(indices, data, strict=True):
                     yield batch
                     if loop.current is not None:
@@ -55,22 +55,6 @@ class Divided:
                 indices = loop.missing()
         finally:
             self._loops.end(loop)
-
-    def _loader_of(self, batches):
-        """As the loader, with these batches."""
-        of = self._loader
-        return DataLoader(
-            of.dataset,
-            batch_sampler=batches,
-            num_workers=of.num_workers,
-            collate_fn=of.collate_fn,
-            pin_memory=of.pin_memory,
-            timeout=of.timeout,
-            worker_init_fn=of.worker_init_fn,
-            multiprocessing_context=of.multiprocessing_context,
-            generator=of.generator,
-            prefetch_factor=of.prefetch_factor,
-        )
 
 
 class Loops:
@@ -159,6 +143,21 @@ class _Loop:
                 "must have the same on all of them"
             )
         return [(each, of) for _, each, of in loaded]
+
+
+def with_batches(loader, batches, **settings):
+    """A loader of the same data with these lists of indices, and other ``settings``."""
+    like = {
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "prefetch_factor": loader.prefetch_factor,
+    }
+    return DataLoader(loader.dataset, batch_sampler=batches, **{**like, **settings})
 
 
 def _check(loader):
