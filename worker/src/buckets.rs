@@ -87,6 +87,12 @@ impl<'a> Gradients<'a> {
         Self { rows, ..self }
     }
 
+    /// The rows, if the model has [tables](crate::TableModel).
+    #[cfg(feature = "candle")]
+    pub(crate) fn rows(&mut self) -> Option<&mut BatchRows> {
+        self.rows.as_deref_mut()
+    }
+
     /// The rows of the batch's [ids](crate::TableModel::ids) with the sums of their gradients, and
     /// [`sum`](Self::sum).
     ///

@@ -15,12 +15,14 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use elasticdl_data::Predictions;
 use elasticdl_data::Reader;
+use elasticdl_tables::{BatchRows, Ids, Table};
 
 use crate::buckets::Gradients;
 use crate::half_model::HalfModel;
 use crate::metrics::{Loss, Metrics, UserError};
 use crate::model::{Model, NamedTensor};
 use crate::optimizer::AdamW;
+use crate::table_model::TableModel;
 use crate::update::UpdateRule;
 
 /// A model written with candle.
@@ -103,6 +105,29 @@ pub trait CandleModel: 'static {
         &mut self,
         records: Vec<<Self::Reader as Reader>::Record>,
     ) -> Result<Self::Batch, UserError>;
+
+    /// The embedding tables. Default: none.
+    fn tables(&self) -> Vec<Table> {
+        Vec::new()
+    }
+
+    /// Adds the ids of the batch's records, whose positions the batch keeps: see
+    /// [`TableModel::ids`].
+    ///
+    /// # Errors
+    /// See [`TableModel::ids`].
+    fn ids(&mut self, _batch: &mut Self::Batch, _ids: &mut Ids) -> Result<(), UserError> {
+        Err("this model has tables; implement its method `ids`".into())
+    }
+
+    /// Takes the rows of the batch's ids, as tensors, into the batch: before its loss is computed,
+    /// and before it is evaluated or predicted.
+    ///
+    /// # Errors
+    /// See [`Model::gradients`].
+    fn take_rows(&mut self, _batch: &mut Self::Batch, _rows: &Rows<'_>) -> Result<(), UserError> {
+        Err("this model has tables; implement its method `take_rows`".into())
+    }
 
     /// Computes the batch's loss: one `f32`, a mean over its records or their sum. Metrics of the
     /// batch are reported with [`report_mean`](crate::report_mean).
@@ -192,6 +217,7 @@ pub trait CandleModel: 'static {
 #[derive(Debug)]
 pub struct Candle<M: CandleModel> {
     model: M,
+    tables: Vec<Table>,
     parameters: Parameters,
     /// Or why it could not be built; the first method that can fail returns this error.
     network: Result<M::Network, String>,
@@ -224,6 +250,7 @@ impl<M: CandleModel> Candle<M> {
         };
         let network = network.map_err(|error| format!("building the network: {error}"));
         Self {
+            tables: model.tables(),
             model,
             parameters,
             network,
@@ -244,12 +271,14 @@ impl<M: CandleModel> Candle<M> {
     /// Computes the loss of a batch with this number of records, and adds its gradient.
     fn accumulate(
         &mut self,
-        batch: M::Batch,
+        mut batch: M::Batch,
         (records, is_overlapped): (usize, bool),
         gradients: &mut impl Accumulate,
     ) -> Result<Loss, UserError> {
+        let taken = self.take_rows(&mut batch, gradients.rows().as_deref())?;
         let network = built(&self.network)?;
         let mut reached = vec![false; self.parameters.declared.len()];
+        let mut unreached = None;
         let loss = if is_overlapped {
             let mut cuts = Cuts::some();
             let loss = Summed::of(self.model.loss_in_parts(network, batch, &mut cuts)?, records)?;
@@ -260,19 +289,41 @@ impl<M: CandleModel> Candle<M> {
             let loss = Summed::of(self.model.loss(network, batch)?, records)?;
             let found = loss.sum.backward()?;
             add_all(&self.parameters, &found, gradients, |index| reached[index] = true)?;
+            for taken in taken {
+                let rows = gradients.rows().expect("rows were taken from there");
+                if !taken.add_gradient(&found, rows)? {
+                    unreached = Some(taken.table);
+                }
+            }
             loss
         };
         if !self.is_checked {
-            self.check(&reached)?;
+            self.check(&reached, unreached)?;
         }
         // Read when the backward pass is enqueued: on a GPU, this waits for it.
         Ok(Loss::Sum(loss.value()?))
     }
 
-    /// Checks that gradients have `reached` all parameters in the first batch.
-    fn check(&mut self, reached: &[bool]) -> Result<(), UserError> {
+    /// Lets the model take the rows of a batch, if it has tables.
+    fn take_rows(
+        &mut self,
+        batch: &mut M::Batch,
+        rows: Option<&BatchRows>,
+    ) -> Result<Vec<Taken>, UserError> {
+        let Some(rows) = rows.filter(|_| !self.tables.is_empty()) else { return Ok(Vec::new()) };
+        let device = self.parameters.variables.first().map_or(&Device::Cpu, |v| v.device());
+        let rows = Rows::new(rows, &self.tables, device);
+        self.model.take_rows(batch, &rows)?;
+        Ok(rows.into_taken())
+    }
+
+    /// Checks that gradients have `reached` all parameters, and rows of all tables but one that is
+    /// `unreached`, in the first batch.
+    fn check(&mut self, reached: &[bool], unreached: Option<usize>) -> Result<(), UserError> {
         let missed = self.parameters.declared.iter().zip(reached).filter(|(_, reached)| !**reached);
-        let missed: Vec<&str> = missed.map(|(declared, _)| declared.name.as_str()).collect();
+        let missed = missed.map(|(declared, _)| declared.name.clone());
+        let table = unreached.map(|table| format!("table {:?}", self.tables[table].name));
+        let missed: Vec<String> = missed.chain(table).collect();
         if missed.is_empty() || self.model.has_unused_parameters() {
             self.is_checked = true;
             return Ok(());
@@ -332,6 +383,10 @@ impl<M: CandleModel> Model for Candle<M> {
         Some(self)
     }
 
+    fn as_table_model(&mut self) -> Option<&mut dyn TableModel<Batch = M::Batch>> {
+        (!self.tables.is_empty()).then_some(self as _)
+    }
+
     #[cfg(feature = "cuda")]
     fn as_device_model(&mut self) -> Option<&mut dyn crate::device::DeviceModel<Batch = M::Batch>> {
         self.gpu.is_some().then_some(self as _)
@@ -340,9 +395,10 @@ impl<M: CandleModel> Model for Candle<M> {
     fn evaluate(
         &mut self,
         parameters: &[f32],
-        batch: M::Batch,
+        mut batch: M::Batch,
         metrics: &mut Metrics<'_>,
     ) -> Result<(), UserError> {
+        self.take_rows(&mut batch, metrics.rows.as_deref())?;
         let network = built(&self.network)?;
         self.parameters.set(parameters)?;
         self.model.evaluate(network, batch, metrics)
@@ -366,6 +422,28 @@ impl<M: CandleModel> Model for Candle<M> {
         let network = built(&self.network)?;
         self.parameters.set(parameters)?;
         self.model.summary(network)
+    }
+}
+
+impl<M: CandleModel> TableModel for Candle<M> {
+    type Batch = M::Batch;
+
+    fn tables(&self) -> Vec<Table> {
+        self.tables.clone()
+    }
+
+    fn ids(&mut self, batch: &mut M::Batch, ids: &mut Ids) -> Result<(), UserError> {
+        self.model.ids(batch, ids)
+    }
+
+    fn predict_with_rows(
+        &mut self,
+        parameters: &[f32],
+        mut batch: M::Batch,
+        rows: &BatchRows,
+    ) -> Result<Predictions, UserError> {
+        self.take_rows(&mut batch, Some(rows))?;
+        self.predict(parameters, batch)
     }
 }
 
@@ -434,12 +512,15 @@ mod cuda;
 mod cuts;
 mod parameters;
 mod place;
+mod rows;
 
 pub use self::cuts::Cuts;
 use self::cuts::{Accumulate, Uses, add_all};
 pub use self::parameters::Declared;
 use self::parameters::Parameters;
 pub use self::place::{ParsePlaceError, Place};
+pub use self::rows::Rows;
+use self::rows::Taken;
 
 #[cfg(test)]
 mod tests;

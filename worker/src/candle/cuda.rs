@@ -7,6 +7,7 @@ use candle_core::cuda_backend::cudarc::driver::CudaView;
 use candle_core::{
     CpuStorage, CudaStorage, Device as CandleDevice, InplaceOp1, Layout, Storage, Tensor,
 };
+use elasticdl_tables::BatchRows;
 
 use super::cuts::Accumulate;
 use super::parameters::Parameters;
@@ -38,9 +39,10 @@ impl<M: CandleModel> DeviceModel for Candle<M> {
     fn evaluate(
         &mut self,
         parameters: &CudaSlice<f32>,
-        batch: M::Batch,
+        mut batch: M::Batch,
         metrics: &mut Metrics<'_>,
     ) -> Result<(), UserError> {
+        self.take_rows(&mut batch, metrics.rows.as_deref())?;
         let network = built(&self.network)?;
         self.copied = None;
         self.parameters.copy(parameters)?;
@@ -67,6 +69,10 @@ impl Accumulate for DeviceGradients<'_> {
 
     fn complete_from(&mut self, start: usize) {
         DeviceGradients::complete_from(self, start);
+    }
+
+    fn rows(&mut self) -> Option<&mut BatchRows> {
+        DeviceGradients::rows(self)
     }
 }
 

@@ -11,6 +11,7 @@ use std::ops::Range;
 use candle_core::Var;
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, Storage, Tensor};
+use elasticdl_tables::BatchRows;
 
 use super::parameters::Parameters;
 use crate::buckets::Gradients;
@@ -115,6 +116,9 @@ pub(super) trait Accumulate {
 
     /// See [`Gradients::complete_from`].
     fn complete_from(&mut self, start: usize);
+
+    /// The rows of the batch's ids with the sums of their gradients.
+    fn rows(&mut self) -> Option<&mut BatchRows>;
 }
 
 impl Accumulate for Gradients<'_> {
@@ -128,6 +132,10 @@ impl Accumulate for Gradients<'_> {
 
     fn complete_from(&mut self, start: usize) {
         Gradients::complete_from(self, start);
+    }
+
+    fn rows(&mut self) -> Option<&mut BatchRows> {
+        Gradients::rows(self)
     }
 }
 
