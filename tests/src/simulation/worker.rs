@@ -417,7 +417,8 @@ fn wrong_chunk(chunks: &Chunks, parameters: &[f32]) -> Option<String> {
     Some(format!("chunk {wrong} is {found:?}, not {expected:?}"))
 }
 
-const NO_TABLES: Settings = Settings { seed: 0, shards: 1, copies: 1, lag: 0, copy_bytes: 1 };
+const NO_TABLES: Settings =
+    Settings { seed: 0, shards: 1, copies: 1, lag: 0, copy_bytes: 1, copy_rate: 0 };
 
 /// Number of parts of a snapshot.
 const PARTS: usize = 6;

@@ -8,6 +8,8 @@ class Passes:
     loop, source = "job.epochs()", "job.sampler()"
     # The epoch of the loop over the epochs.
     epoch = None
+    # Whether the loop over the data may be empty, as others have trained the whole epoch.
+    may_be_empty = False
     # Whether all epochs are trained.
     ended = False
 
@@ -39,7 +41,9 @@ class Passes:
 
     def begin_pass(self):
         """A loop over the sampler begins."""
-        if self.is_epoch_over():
+        if self.may_be_empty:
+            self.may_be_empty = False
+        elif self.is_epoch_over():
             which = "the job" if self.epoch is None else f"epoch {self.epoch}"
             raise RuntimeError(
                 f"{which} is complete, and this loop over its data would be empty. Each epoch of "

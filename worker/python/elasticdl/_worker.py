@@ -162,12 +162,19 @@ class Worker(Passes):
         if self._sampler is None:
             raise RuntimeError("call job.sampler() before job.epochs()")
         self.begin()
-        self.wait()
+        epoch = None if self.epoch is None else self.progress("epoch")
+        self._wait(epoch)
         # What is left of a loader that was not iterated to its end does not count any more.
         while self.drawn and not self.ended:
             self.core.deliver(0.0, True)
             self.drawn.popleft()
-        return None if self.ended else self.progress("epoch")
+        if self.ended:
+            return None
+        if epoch is None:
+            return self.progress("epoch")
+        # Others may have trained the whole epoch meanwhile.
+        self.may_be_empty = self.progress("epoch") > epoch
+        return epoch
 
     def begin_pass(self):
         """A loop over the sampler begins."""
@@ -209,9 +216,15 @@ class Worker(Passes):
         return Delivered(counts, self.progress("step") > before)
 
     def wait(self):
-        """Does what the trainer asks for, until it needs a gradient or has ended."""
+        """Does what the trainer asks for, until it needs a gradient, the loop's epoch is complete,
+        or all is."""
+        self._wait(self.epoch)
+
+    def _wait(self, epoch):
+        # No step follows the last epoch, and a loop over it may be the program's end.
+        until = None if epoch is None or epoch + 1 >= self.core.options.epochs else epoch
         with self.context():
-            self.ended = self.ended or not self.core.wait()
+            self.ended = self.ended or not self.core.wait(until)
 
 
 class _JobGroup:

@@ -267,8 +267,10 @@ impl Core {
     }
 
     /// Waits until the trainer requests a gradient or ids, and updates parameters meanwhile.
-    /// Returns whether it does; if not, the job is complete.
-    fn wait(&self, py: Python<'_>) -> PyResult<bool> {
+    /// Returns whether it does; if not, the job is complete. `until`: returns when this epoch is
+    /// complete, before anything of a later one changes parameters.
+    #[pyo3(signature = (until=None))]
+    fn wait(&self, py: Python<'_>, until: Option<u32>) -> PyResult<bool> {
         loop {
             let event = {
                 let mut stage = self.stage()?;
@@ -279,12 +281,13 @@ impl Core {
                 if driver.is_requested() {
                     return Ok(true);
                 }
-                py.detach(|| driver.wait(SIGNAL_INTERVAL))
+                py.detach(|| driver.wait(SIGNAL_INTERVAL, until))
             };
             py.check_signals()?;
             match event {
                 None => {}
                 Some(Event::Ended(Ended::Complete)) => return Ok(false),
+                Some(Event::EpochComplete) => return Ok(true),
                 Some(Event::Ended(Ended::Failed(error))) => {
                     return Err(PyRuntimeError::new_err(error));
                 }

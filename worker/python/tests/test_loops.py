@@ -1,5 +1,6 @@
 """Tests of loops that people have: what they may do, and what is refused at once and by name."""
 
+import ast
 import importlib.util
 import json
 import textwrap
@@ -296,6 +297,17 @@ class Jobs(unittest.TestCase):
                     self.assertEqual(lines.count(line), 1, job.text())
                 self.assertNotIn("not for the console", job.text())
                 self.assertEqual((job.path / "final.pt").exists(), is_saved, job.text())
+
+    def test_after_a_loop_all_workers_have_the_model_of_the_epochs_last_step(self):
+        epochs, options = 60, ("--min-workers", "2")
+        program = [HERE / "between_epochs.py", "{job}"]
+        with RunningJob(program, workers=2, batch=8, epochs=epochs, options=options) as job:
+            self.assertEqual(job.wait(), 0, job.text())
+            found = [ast.literal_eval(path.read_text()) for path in job.path.glob("found-*")]
+        self.assertEqual(len(found), 2)
+        self.assertEqual(found[0], found[1])
+        steps = [(epoch, 5 * (epoch + 1), True) for epoch in range(epochs)]
+        self.assertEqual([(epoch, at, same) for epoch, at, _, same in found[0]], steps)
 
     def test_a_step_with_weights_is_that_of_one_worker_under_kills(self):
         import torch

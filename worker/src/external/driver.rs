@@ -23,6 +23,8 @@ pub struct Driver {
     replies: Sender<Result<Reply, String>>,
     /// From a call until the reply.
     held: Option<Held>,
+    /// A call that no wait has taken yet, as it may belong to a later epoch.
+    later: Option<Call>,
     /// Ids of the rows that the call lends.
     ids: Ids,
     /// Ids of the requests whose gradients are computed next, in order.
@@ -80,6 +82,8 @@ pub enum Event {
     AppliedIds { predicts: bool, records: Vec<Record> },
     /// The worker has ended.
     Ended(Ended),
+    /// The epoch that the wait was for is complete, and nothing of a later one has happened here.
+    EpochComplete,
     /// Compute the metrics of these records, then [`Driver::evaluated`]. The parameters are in the
     /// program's memory.
     Evaluate { records: Vec<Record> },
@@ -151,6 +155,7 @@ impl Driver {
             calls,
             replies,
             held: None,
+            later: None,
             ids: Ids::default(),
             looked_up: VecDeque::new(),
             shared,
@@ -315,16 +320,25 @@ impl Driver {
         }
     }
 
-    /// Waits for the next event, for at most `timeout`.
-    pub fn wait(&mut self, timeout: Duration) -> Option<Event> {
+    /// Waits for the next event, for at most `timeout`. `until`: no event of a later epoch is taken
+    /// yet.
+    pub fn wait(&mut self, timeout: Duration, until: Option<u32>) -> Option<Event> {
         if let Err(ended) = self.start() {
             return Some(Event::Ended(ended));
         }
-        let call = match self.calls.recv_timeout(timeout) {
-            Ok(call) => call,
-            Err(RecvTimeoutError::Timeout) => return None,
-            Err(RecvTimeoutError::Disconnected) => return Some(Event::Ended(self.join())),
-        };
+        // The trainer tells of a commit before its next call.
+        let has_passed = |driver: &Self| driver.has_passed(until);
+        if self.later.is_none() && !has_passed(self) {
+            match self.calls.recv_timeout(timeout) {
+                Ok(call) => self.later = Some(call),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return Some(Event::Ended(self.join())),
+            }
+        }
+        if has_passed(self) {
+            return Some(Event::EpochComplete);
+        }
+        let call = self.later.take()?;
         let (held, event) = match call {
             Call::Evaluate { records, rows } => {
                 (Held::Evaluate { rows }, Event::Evaluate { records })
@@ -365,12 +379,16 @@ impl Driver {
         Some(event)
     }
 
+    /// Whether the group has completed this epoch.
+    fn has_passed(&self, until: Option<u32>) -> bool {
+        until.is_some_and(|until| self.shared.progress().epoch > until)
+    }
+
     /// The next micro-batch. A program that draws several before it delivers the first gets
     /// repetitions of the last where the trainer has nothing for it. `until`: the last epoch whose
     /// records may be drawn; [`NextBatch::Ended`] if it is complete.
     pub fn next_batch(&mut self, until: Option<u32>) -> NextBatch {
-        let is_complete = until.is_some_and(|until| self.shared.progress().epoch > until);
-        if is_complete || matches!(self.trainer, Trainer::Ended(_)) {
+        if self.has_passed(until) || matches!(self.trainer, Trainer::Ended(_)) {
             return NextBatch::Ended;
         }
         if self.batches.drawn() == 0 && self.batches.is_complete() {
@@ -466,7 +484,7 @@ impl Driver {
         while !matches!(self.trainer, Trainer::Ended(_)) {
             self.reply(Err(error.clone()));
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || self.wait(left).is_none() {
+            if left.is_zero() || self.wait(left, None).is_none() {
                 break;
             }
         }

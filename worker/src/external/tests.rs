@@ -36,11 +36,12 @@ fn train(in_flight: usize, fail_at: Option<u64>) -> (Vec<f32>, usize, Ended) {
     let mut queue = VecDeque::new();
     let (mut last, mut discarded) = (Vec::new(), 0);
     let ended = loop {
-        let event = driver.wait(Duration::from_secs(20)).expect("the trainer answers");
+        let event = driver.wait(Duration::from_secs(20), None).expect("the trainer answers");
         match event {
             Event::Ended(ended) => break ended,
             Event::Evaluate { .. }
             | Event::AppliedIds { .. }
+            | Event::EpochComplete
             | Event::Ids { .. }
             | Event::Predict { .. } => panic!("it trains, and has no tables: {event:?}"),
             Event::Initialize { seed } => {
@@ -115,7 +116,7 @@ fn ids_are_announced_for_all_micro_batches_of_a_step_before_the_first_is_compute
     // Rows, by a count of their records; and those of the step.
     let (mut rows, mut of_step) = ([0.0_f32; RECORDS / 2], [0.0_f32; RECORDS / 2]);
     let ended = loop {
-        match driver.wait(Duration::from_secs(20)).expect("the trainer answers") {
+        match driver.wait(Duration::from_secs(20), None).expect("the trainer answers") {
             Event::Ended(ended) => break ended,
             Event::Ids { .. } => {
                 while driver.announced() == Some(false) {
@@ -301,7 +302,7 @@ fn a_data_set_without_records_is_refused() {
         ..Shape::default()
     };
     let mut driver = Driver::new(alone(), shape, Memory::Trainer, 5);
-    let event = driver.wait(Duration::from_secs(20));
+    let event = driver.wait(Duration::from_secs(20), None);
     let Some(Event::Ended(Ended::Failed(error))) = event else { panic!("{event:?}") };
     assert!(error.contains("the sampler's length is 0"), "{error}");
 }

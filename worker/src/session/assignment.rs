@@ -90,6 +90,11 @@ impl Assignment {
         self.pending.row_touches += computed.row_touches;
     }
 
+    /// How long the records of the pending gradient took, in microseconds.
+    pub fn computed_us(&self) -> u64 {
+        self.pending.compute_us
+    }
+
     /// The trailing records of the last [`Task::Compute`](super::Task::Compute) that could not be
     /// read yet. The pending gradient does not contain them: another rank computes them, or this
     /// one later. Of several parts of one range, the last one comes first.

@@ -15,6 +15,7 @@
 //! rows are looked up ahead leaves the gradient pending; the push reports it.
 
 use std::thread;
+use std::time::Duration;
 
 use elasticdl_collective::Communicator;
 use elasticdl_proto::RecordRange;
@@ -151,8 +152,9 @@ impl<M: Model> Trainer<'_, M> {
             self.look_up(&none, &[])?;
             self.compute_looking_ahead(&mut Work::default(), |_| ());
         }
+        let computed = Duration::from_micros(self.session.assignment.computed_us());
         match &mut self.tables {
-            Some(tables) => tables.push(self.tensors.group_mut()?, is_empty),
+            Some(tables) => tables.push(self.tensors.group_mut()?, is_empty, computed),
             None => Ok(()),
         }
     }

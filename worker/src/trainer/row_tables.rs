@@ -10,6 +10,7 @@
 //! step, in this order, with or without records of their own.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use elasticdl_collective::{CollectiveError, Communicator};
 use elasticdl_proto::{Generation, RecordRange, WorkerId, WorkerOptions};
@@ -129,7 +130,8 @@ impl RowTables {
     pub(crate) fn new(me: u64, options: &WorkerOptions, specs: Vec<Table>) -> Option<Self> {
         let (seed, copies) = (options.seed, options.table_replicas.into());
         let lag = options.table_lag.into();
-        let settings = Settings { seed, shards: SHARDS, copies, lag, copy_bytes: COPY_BYTES };
+        let (shards, copy_bytes, copy_rate) = (SHARDS, 0, COPY_RATE);
+        let settings = Settings { seed, shards, copies, lag, copy_bytes, copy_rate };
         let tables = Self::with(me, settings, specs)?;
         Some(Self {
             goes_on_with_older: options.stale_rows,
@@ -376,8 +378,14 @@ impl RowTables {
         Ok(self.owned.receive(ids, &replies)?)
     }
 
-    /// Hands the gradients of this rank's records to the workers that hold their rows.
-    pub(super) fn push(&mut self, group: &mut dyn Group, is_empty: bool) -> Result<(), Stopped> {
+    /// Hands the gradients of this rank's records, which it has `computed` for so long, to the
+    /// workers that hold their rows.
+    pub(super) fn push(
+        &mut self,
+        group: &mut dyn Group,
+        is_empty: bool,
+        computed: Duration,
+    ) -> Result<(), Stopped> {
         self.looked_up = false;
         if is_empty {
             self.gradients.clear();
@@ -385,7 +393,7 @@ impl RowTables {
         if let Some(stopped) = self.not_looked_ahead.take() {
             return Err(stopped);
         }
-        let pushes = exchange(group, self.owned.pushes(&self.gradients))?;
+        let pushes = exchange(group, self.owned.pushes(&self.gradients, computed))?;
         Ok(self.owned.stage(&pushes)?)
     }
 }
@@ -533,6 +541,6 @@ impl From<InvalidRows> for Stopped {
 /// a hundred rows.
 const HELD_STEPS: u64 = 16;
 
-/// Bytes that a worker sends and receives between two steps, to copy shards: a few milliseconds at
-/// 10 Gbit/s.
-const COPY_BYTES: u64 = 4 << 20;
+/// Bytes that a worker sends and receives between two steps, to copy shards, for each microsecond
+/// in which it computes: a quarter of the step, where a worker encodes, sends and decodes 256 MB/s.
+const COPY_RATE: u64 = 64;

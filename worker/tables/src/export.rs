@@ -134,7 +134,8 @@ mod tests {
     /// the first table, and row `i % 7` of the second.
     fn trained(workers: u64) -> Vec<SavedShards> {
         let members: Vec<Member> = (0..workers).map(|worker| Member::new(worker, worker)).collect();
-        let settings = Settings { seed: 5, shards: SHARDS, copies: 2, lag: 0, copy_bytes: 1 };
+        let settings =
+            Settings { seed: 5, shards: SHARDS, copies: 2, lag: 0, copy_bytes: 1, copy_rate: 0 };
         let mut ranks: Vec<Owned> =
             (0..workers).map(|worker| Owned::new(worker, settings, tables())).collect();
         ranks.iter_mut().for_each(|rank| rank.create(1, members.clone()));
@@ -161,7 +162,7 @@ mod tests {
             rows.of(0).1.fill(0.5);
             let mut gradients = RowGradients::default();
             gradients.add(&tables(), ids.clone(), rows);
-            pushes.push(rank.pushes(&gradients));
+            pushes.push(rank.pushes(&gradients, std::time::Duration::ZERO));
         }
         for (rank, pushes) in ranks.iter_mut().zip(across(pushes)) {
             rank.stage(&pushes).unwrap();

@@ -63,6 +63,8 @@ pub struct Settings {
     /// About how many bytes a worker sends, and receives, between two steps to copy shards; at
     /// least one shard.
     pub copy_bytes: u64,
+    /// How many more for each microsecond in which a worker computed the step before.
+    pub copy_rate: u64,
 }
 
 /// Shards as of a step.

@@ -25,6 +25,7 @@ mod speed;
 use std::error::Error;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::Parser;
 use elasticdl::{RowOptimizer, Table};
@@ -94,8 +95,14 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
 /// Memory per row of a worker that holds this many, in bytes.
 fn bytes_per_row(rows: u64) -> Result<f64, Box<dyn Error>> {
     let tables = [Table::new("rows", 16).optimized(RowOptimizer::adagrad(0.1))];
-    let settings =
-        Settings { seed: 0, shards: elasticdl_tables::SHARDS, copies: 1, lag: 0, copy_bytes: 1 };
+    let settings = Settings {
+        seed: 0,
+        shards: elasticdl_tables::SHARDS,
+        copies: 1,
+        lag: 0,
+        copy_bytes: 1,
+        copy_rate: 0,
+    };
     let mut owned = Owned::new(1, settings, tables.to_vec());
     owned.create(1, vec![Member::new(1, 1)]);
     for start in (0..rows).step_by(10_000) {
@@ -108,7 +115,7 @@ fn bytes_per_row(rows: u64) -> Result<f64, Box<dyn Error>> {
         let batch = owned.receive(&ids, &replies)?;
         let mut gradients = RowGradients::default();
         gradients.add(&tables, ids, batch);
-        owned.stage(&owned.pushes(&gradients))?;
+        owned.stage(&owned.pushes(&gradients, Duration::ZERO))?;
         owned.commit(StepCommit { generation: 1, divisor: 1.0, is_applied: true });
     }
     let size = owned.owned();

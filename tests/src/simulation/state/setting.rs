@@ -193,6 +193,7 @@ fn tables(rng: &mut SimRng, seed: u64) -> Option<Settings> {
         shards: rng.between(1, 8) as u32,
         copies: if rng.chance(1, 4) { 3 } else { 2 },
         copy_bytes: rng.between(1, 300),
+        copy_rate: rng.between(0, 1),
         lag: if rng.chance(1, 3) { rng.between(1, 3) as u32 } else { 0 },
     })
 }

@@ -1,6 +1,7 @@
 //! Rows of tables in checkpoints.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use elasticdl_tables::{
     Ids, Initialization, Member, Owned, RowGradients, RowOptimizer, SHARDS, Settings, StepCommit,
@@ -25,8 +26,14 @@ pub(super) fn members(world_size: usize) -> Vec<Member> {
 
 /// Ranks without a group.
 pub(super) fn ranks(world_size: usize) -> Vec<Owned> {
-    let settings =
-        Settings { seed: fingerprint().seed, shards: SHARDS, copies: 2, lag: 0, copy_bytes: 1 };
+    let settings = Settings {
+        seed: fingerprint().seed,
+        shards: SHARDS,
+        copies: 2,
+        lag: 0,
+        copy_bytes: 1,
+        copy_rate: 0,
+    };
     let owned = |member: &Member| Owned::new(member.worker, settings, tables());
     members(world_size).iter().map(owned).collect()
 }
@@ -59,7 +66,7 @@ pub(super) fn step_with(ranks: &mut [Owned], ids: impl Fn(u64) -> Ids) {
         (0..2).for_each(|table| rows.of(table).1.fill(1.5));
         let mut gradients = RowGradients::default();
         gradients.add(&tables(), ids.clone(), rows);
-        pushes.push(rank.pushes(&gradients));
+        pushes.push(rank.pushes(&gradients, Duration::ZERO));
     }
     for (rank, pushes) in ranks.iter_mut().zip(turned(pushes)) {
         rank.stage(&pushes).unwrap();
@@ -221,7 +228,7 @@ fn a_table_that_is_not_finite_is_not_written() {
     received.of(1).1.fill(f32::INFINITY);
     let mut gradients = RowGradients::default();
     gradients.add(&tables(), ids, received);
-    let pushes = ranks[0].pushes(&gradients);
+    let pushes = ranks[0].pushes(&gradients, Duration::ZERO);
     ranks[0].stage(&pushes).unwrap();
     ranks[0].commit(StepCommit { generation: 1, divisor: 1.0, is_applied: true });
     let mut writers = Ranks::new(&storage, with_tables(), 1, 3);

@@ -148,8 +148,8 @@ impl Chunks {
     pub fn of_optimizer(me: u64, layout: ChunkLayout) -> Self {
         let bytes = layout.parameters as u64 * size_of::<f32>() as u64;
         let copy_bytes = COPY_BYTES_MIN.max(bytes / COPY_STEPS);
-        let settings =
-            Settings { seed: 0, shards: layout.chunks(), copies: COPIES, lag: 0, copy_bytes };
+        let (shards, copies) = (layout.chunks(), COPIES);
+        let settings = Settings { seed: 0, shards, copies, lag: 0, copy_bytes, copy_rate: 0 };
         Self::of(me, settings, layout)
     }
 
@@ -255,7 +255,8 @@ impl Chunks {
     pub fn stage(&mut self, sums: ChunkSums) {
         let is_whole = |chunk| self.needs_sum(chunk) == sums.sums.contains_key(&chunk);
         assert!((0..self.content.chunks()).all(is_whole), "sums of all chunks, and no others");
-        self.keep(sums, (self.content.slots * self.content.chunk_len * size_of::<f32>()) as u64);
+        let per_chunk = (self.content.slots * self.content.chunk_len * size_of::<f32>()) as u64;
+        self.keep(sums, self.settings.copy_bytes / per_chunk.max(1));
     }
 
     /// The step after this worker's is committed: gives each chunk that it holds to `apply`, if the

@@ -14,8 +14,9 @@
 use std::collections::BTreeMap;
 use std::mem;
 use std::sync::Arc;
+use std::time::Duration;
 
-use super::{Committed, Content, Owned, Ownership, Staged};
+use super::{Committed, Content, Owned, Ownership, Settings, Staged};
 use crate::lookup::{BatchRows, Ids, RowGradients, TableGradients};
 use crate::placement::Placement;
 use crate::rows::Rows;
@@ -196,14 +197,15 @@ impl Owned {
         Ok((BatchRows::new(values), replies))
     }
 
-    /// What to give each rank: the gradients of the rows that it holds, or will hold.
-    pub fn pushes(&self, gradients: &RowGradients) -> Vec<Vec<u8>> {
+    /// What to give each rank: the gradients of the rows that it holds, or will hold. This rank has
+    /// `computed` for so long.
+    pub fn pushes(&self, gradients: &RowGradients, computed: Duration) -> Vec<Vec<u8>> {
         let group = self.group();
         // All ranks derive from these numbers how many shards are copied at a time.
         let shards = &self.committed().shards;
         let bytes: u64 = shards.values().map(|shard| shard.encoded_bytes()).sum();
         let mut head = Vec::new();
-        put(&mut head, &[shards.len() as u64, bytes]);
+        put(&mut head, &[shards.len() as u64, bytes, computed.as_micros() as u64]);
         let mut pushes = vec![head; group.members.len()];
         let mut receivers = vec![Vec::new(); self.settings.shards as usize];
         for (position, index, gradients) in gradients.tables() {
@@ -235,12 +237,13 @@ impl Owned {
     /// A rank's gradients are invalid.
     pub fn stage(&mut self, pushes: &[Vec<u8>]) -> Result<(), InvalidRows> {
         let group = self.group();
-        let (mut shards, mut bytes) = (0_u64, 0_u64);
+        let (mut shards, mut bytes, mut micros) = (0_u64, 0_u64, 0_u64);
         let mut parts = Vec::new();
         for push in pushes {
             let mut push = Message(push);
-            let of_rank = push.column::<u64>(2)?;
+            let of_rank = push.column::<u64>(3)?;
             (shards, bytes) = (shards.saturating_add(of_rank[0]), bytes.saturating_add(of_rank[1]));
+            micros = micros.saturating_add(of_rank[2]);
             while !push.is_empty() {
                 let position = push.column::<u64>(1)?[0];
                 let (index, table) = self.table(push.u32()?)?;
@@ -276,7 +279,11 @@ impl Owned {
                 gradients[index].add(id, touches, &gradient);
             }
         }
-        self.keep(gradients, bytes.div_ceil(shards.max(1)));
+        // Copying takes part of a step's time, however long its computing takes.
+        let Settings { copy_bytes, copy_rate, .. } = self.settings;
+        let mean = micros / pushes.len().max(1) as u64;
+        let copied = copy_bytes.saturating_add(copy_rate.saturating_mul(mean));
+        self.keep(gradients, copied / bytes.div_ceil(shards.max(1)).max(1));
         Ok(())
     }
 
@@ -335,14 +342,14 @@ impl Owned {
 
 impl<C: Content> Ownership<C> {
     /// Keeps the gradients of all ranks, with the copies that were received, until a step is
-    /// committed. `per_shard`: size of a shard, in bytes.
-    pub(super) fn keep(&mut self, gradients: C::Gradients, per_shard: u64) {
+    /// committed. `copied`: number of shards that a worker sends, and receives, from then on.
+    pub(super) fn keep(&mut self, gradients: C::Gradients, copied: u64) {
         let group = self.group();
         let placement = match group.is_settled {
             true => group.placement.clone(),
             false => group.placement.after(&group.copies, &group.members),
         };
-        let placement = placement.copied_per_step(self.settings.copy_bytes / per_shard.max(1));
+        let placement = placement.copied_per_step(copied);
         let generation = group.generation;
         let group = self.group_mut();
         let mut copied = mem::take(&mut group.copied);

@@ -1,6 +1,7 @@
 //! Small groups without faults. Groups with faults are in the simulation of whole jobs.
 
 use std::ops::Range;
+use std::time::Duration;
 
 use super::recovery::{OwnedHeader, Recovery};
 use super::round::StepCommit;
@@ -17,7 +18,8 @@ fn worker(id: u64) -> Owned {
 
 /// A worker whose steps read rows of so many commits before the last one.
 fn lagging(id: u64, lag: u32) -> Owned {
-    let settings = Settings { seed: 1, shards: SHARDS_OF_TEST, copies: 2, lag, copy_bytes: 1 };
+    let settings =
+        Settings { seed: 1, shards: SHARDS_OF_TEST, copies: 2, lag, copy_bytes: 1, copy_rate: 0 };
     let tables = [Table::new("user", 2).optimized(RowOptimizer::sgd(1.0))];
     Owned::new(id, settings, tables)
 }
@@ -73,6 +75,15 @@ fn step(group: &mut [Owned], generation: u64, rows: Range<u64>, gradient: f32) {
 
 /// Each rank looks up all rows, adds these gradients, by rank, and stages those of all ranks.
 fn stage(group: &mut [Owned], add: impl Fn(usize, &mut RowGradients, &Ids, &BatchRows)) {
+    stage_computed(group, Duration::ZERO, add);
+}
+
+/// As [`stage`], after each rank has computed for so long.
+fn stage_computed(
+    group: &mut [Owned],
+    computed: Duration,
+    add: impl Fn(usize, &mut RowGradients, &Ids, &BatchRows),
+) {
     let ids = ids(0..ROWS);
     let requests: Vec<_> = group.iter().map(|worker| worker.requests(&ids)).collect();
     let replies = (0..group.len()).map(|to| group[to].replies(&received(&requests, to)).unwrap());
@@ -82,7 +93,7 @@ fn stage(group: &mut [Owned], add: impl Fn(usize, &mut RowGradients, &Ids, &Batc
         let rows = worker.receive(&ids, &received(&replies, rank)).unwrap();
         let mut gradients = RowGradients::default();
         add(rank, &mut gradients, &ids, &rows);
-        pushes.push(worker.pushes(&gradients));
+        pushes.push(worker.pushes(&gradients, computed));
     }
     for (rank, worker) in group.iter_mut().enumerate() {
         worker.stage(&received(&pushes, rank)).unwrap();
@@ -385,3 +396,20 @@ fn only_rows_of_the_history_of_the_step_belong_to_its_state() {
 
 const SHARDS_OF_TEST: u32 = 16;
 const ROWS: u64 = 20;
+
+#[test]
+fn the_longer_a_step_computes_the_more_shards_are_copied_after_it() {
+    let copied = |computed| {
+        let mut group = group(3);
+        group.push(worker(4));
+        group.iter_mut().for_each(|worker| worker.settings.copy_rate = 50);
+        regroup(&mut group, 0, 2);
+        stage_computed(&mut group, Duration::from_micros(computed), touch);
+        commit(&mut group, 2);
+        let copies = &group[0].group().copies;
+        assert!(group.iter().all(|worker| worker.group().copies == *copies));
+        copies.iter().filter(|copy| copy.to == 4).count()
+    };
+    assert_eq!(copied(0), 1);
+    assert!(copied(100) > 1, "{}", copied(100));
+}

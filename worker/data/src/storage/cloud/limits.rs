@@ -137,6 +137,7 @@ mod tests {
 
     #[test]
     fn the_limit_grows_with_the_content() {
+        let _ = rustls::crypto::ring::default_provider().install_default();
         let options = ClientOptions::new();
         let limited = Limited::connect(&options, IDLE_MAX).unwrap();
         let number = |bytes: usize| {
