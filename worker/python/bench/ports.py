@@ -6,6 +6,7 @@ both print last, and what the job's ledger says about its records.
 """
 
 import argparse
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -16,7 +17,16 @@ from jobs import RunningJob
 
 PORTS = pathlib.Path(__file__).parent / "ports"
 # Records of a step, and epochs, as in the programs.
-PROGRAMS = {"mnist": (64, 3), "nanogpt": (32, 1), "word_lm": (32, 4), "dcgan": (64, 3)}
+PROGRAMS = {
+    **{"mnist": (64, 3), "nanogpt": (32, 1), "word_lm": (32, 4), "dcgan": (64, 3)},
+    **{"hf_trainer": (32, 4), "lightning_fit": (64, 4), "accelerate_loop": (64, 4)},
+}
+# What those need that are not of PyTorch alone; .ci/python installs it.
+PACKAGES = {
+    "hf_trainer": "transformers",
+    "lightning_fit": "lightning",
+    "accelerate_loop": "accelerate",
+}
 
 
 def main():
@@ -24,9 +34,12 @@ def main():
     parser.add_argument("--only", choices=list(PROGRAMS), help="one program")
     parser.add_argument("--kills", type=int, default=2, help="workers to kill in each job")
     options = parser.parse_args()
-    print("program   lines  removed  added  kills  missing  repeated  prints last")
+    print("program          lines  removed  added  kills  missing  repeated  prints last")
     for name, (batch, epochs) in PROGRAMS.items():
-        if options.only in (None, name):
+        package = PACKAGES.get(name, "torch")
+        if options.only in (None, name) and importlib.util.find_spec(package) is None:
+            print(f"{name:15} SKIPPED: {package} is not installed")
+        elif options.only in (None, name):
             compare(name, batch, epochs, options.kills)
 
 
@@ -52,7 +65,7 @@ def compare(name, batch, epochs, kills):
             records = job.summary()["records"]
     count = len(plain.read_text().splitlines())
     print(
-        f"{name:8} {count:6} {lines.count('-'):8} {lines.count('+'):6} {killed:6} "
+        f"{name:15} {count:6} {lines.count('-'):8} {lines.count('+'):6} {killed:6} "
         f"{records['missing']:8} {records['repeated']:9}  {expected}; with kills: {found[-1]}"
     )
     sys.stdout.flush()
