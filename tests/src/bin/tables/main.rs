@@ -57,6 +57,9 @@ struct Arguments {
     /// Records of a speed measurement
     #[arg(long, default_value_t = 200_000)]
     records: u64,
+    /// Records per step and process there
+    #[arg(long, default_value_t = 1024)]
+    batch: u64,
     /// Records that the model is trained on whose AUC is measured
     #[arg(long, default_value_t = 16_000_000)]
     auc_records: u64,

@@ -84,7 +84,7 @@ pub(crate) fn train(
         .option("num-workers", workers.to_string())
         .option("table-replicas", replicas.to_string())
         .option("training-data", format!("clicks:0..{}", arguments.records))
-        .option("global-batch-size", (workers * BATCH).to_string())
+        .option("global-batch-size", (workers * arguments.batch).to_string())
         .run();
     ended.assert_outcome(0, "completed");
     let touches = ended.summary().row_touches.ok_or("the summary has no touches")?;
@@ -99,7 +99,7 @@ fn train_peer(arguments: &Arguments, python: &Path, processes: u64) -> Result<f6
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../.bench/ctr-peer.py");
     let output = Command::new(python)
         .arg(script)
-        .args([processes, BATCH, arguments.records].map(|number| number.to_string()))
+        .args([processes, arguments.batch, arguments.records].map(|number| number.to_string()))
         .env("OMP_NUM_THREADS", "1")
         .output()?;
     let text = String::from_utf8_lossy(&output.stdout);
@@ -129,5 +129,3 @@ pub(crate) fn ctr() -> Result<PathBuf, Box<dyn Error>> {
 const CELLS: [(u64, u64); 5] = [(1, 2), (2, 1), (2, 2), (4, 1), (4, 2)];
 /// Processes of PyTorch.
 const PROCESSES: [u64; 3] = [1, 2, 4];
-/// Records per step and process.
-const BATCH: u64 = 1024;
