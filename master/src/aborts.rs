@@ -7,9 +7,10 @@ use std::ptr;
 /// From now on, this process says what becomes of its job when it aborts.
 pub(crate) fn report_aborts() {
     // SAFETY: a zeroed action has no flags and no mask. The handler only calls what a signal
-    // handler may call. When it returns, `abort` ends the process.
+    // handler may call. Its second signal, when it has returned, ends the process.
     unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_flags = libc::SA_RESETHAND;
         action.sa_sigaction = on_abort as extern "C" fn(libc::c_int) as usize;
         libc::sigaction(libc::SIGABRT, &raw const action, ptr::null_mut());
     }
@@ -22,6 +23,7 @@ extern "C" fn on_abort(_: libc::c_int) {
         if libc::poll(&raw mut stderr, 1, 0) == 1 {
             libc::write(libc::STDERR_FILENO, MESSAGE.as_ptr().cast(), MESSAGE.len());
         }
+        libc::raise(libc::SIGABRT);
     }
 }
 
@@ -39,20 +41,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_that_gets_no_memory_says_what_becomes_of_its_job() {
+    fn an_aborted_process_says_what_becomes_of_its_job_and_ends() {
         const VARIABLE: &str = "ELASTICDL_TEST_ABORTS";
-        if env::var_os(VARIABLE).is_some() {
+        if let Some(by) = env::var_os(VARIABLE) {
             report_aborts();
-            std::alloc::handle_alloc_error(std::alloc::Layout::new::<[u8; 64]>());
+            if by == "memory" {
+                std::alloc::handle_alloc_error(std::alloc::Layout::new::<[u8; 64]>());
+            }
+            let own = rustix::process::getpid();
+            rustix::process::kill_process(own, rustix::process::Signal::ABORT).unwrap();
+            thread::sleep(std::time::Duration::from_secs(60));
         }
-        let ended = process::Command::new(env::current_exe().unwrap())
-            .args(["--exact", "--nocapture", thread::current().name().unwrap()])
-            .env(VARIABLE, "1")
-            .output()
-            .unwrap();
-        let said = String::from_utf8_lossy(&ended.stderr);
-        assert_eq!(ended.status.signal(), Some(libc::SIGABRT), "{said}");
-        assert!(said.contains("memory allocation of 64 bytes failed"), "{said}");
-        assert!(said.contains("`elasticdl train --resume JOB`"), "{said}");
+        for (by, reason) in [("memory", "memory allocation of 64 bytes failed"), ("a signal", "")] {
+            let ended = process::Command::new(env::current_exe().unwrap())
+                .args(["--exact", "--nocapture", thread::current().name().unwrap()])
+                .env(VARIABLE, by)
+                .output()
+                .unwrap();
+            let said = String::from_utf8_lossy(&ended.stderr);
+            assert_eq!(ended.status.signal(), Some(libc::SIGABRT), "{by}: {said}");
+            assert!(said.contains(reason), "{said}");
+            assert_eq!(said.matches("`elasticdl train --resume JOB`").count(), 1, "{said}");
+        }
     }
 }
