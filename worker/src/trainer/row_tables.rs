@@ -130,7 +130,7 @@ impl RowTables {
     pub(crate) fn new(me: u64, options: &WorkerOptions, specs: Vec<Table>) -> Option<Self> {
         let (seed, copies) = (options.seed, options.table_replicas.into());
         let lag = options.table_lag.into();
-        let (shards, copy_bytes, copy_rate) = (SHARDS, 0, COPY_RATE);
+        let (shards, copy_bytes, copy_rate) = (SHARDS, COPY_BYTES, COPY_RATE);
         let settings = Settings { seed, shards, copies, lag, copy_bytes, copy_rate };
         let tables = Self::with(me, settings, specs)?;
         Some(Self {
@@ -541,6 +541,8 @@ impl From<InvalidRows> for Stopped {
 /// a hundred rows.
 const HELD_STEPS: u64 = 16;
 
-/// Bytes that a worker sends and receives between two steps, to copy shards, for each microsecond
-/// in which it computes: a quarter of the step, where a worker encodes, sends and decodes 256 MB/s.
+/// Bytes that a worker sends and receives between two steps, to copy shards: some milliseconds.
+const COPY_BYTES: u64 = 1 << 20;
+/// How many more for each microsecond in which it computes: a quarter of a long step, where a worker
+/// encodes, sends and decodes 256 MB/s.
 const COPY_RATE: u64 = 64;
