@@ -109,7 +109,7 @@ class ElasticStrategy(SingleDeviceStrategy):
         del model, options
         loss = closure()
         while not optimizer.step(loss):
-            batch = next(self._data, None)
+            batch = self._data.draw()
             if batch is None:
                 break
             self._batch = self._on_device(batch)
@@ -159,7 +159,25 @@ class _Data:
 
     def __next__(self):
         self._is_new = False
-        return next(self._batches)
+        batch = self.draw()
+        if batch is None:
+            self._end()
+            raise StopIteration
+        return batch
+
+    def draw(self):
+        """The next micro-batch of the epoch; None if there is none."""
+        return next(self._batches, None)
+
+    def _end(self):
+        """What is left of the epoch has no micro-batch of this worker."""
+        if self._epoch is None:
+            self._trainer.should_stop = True
+            return
+        self.note(self._job.step)
+        loop = self._trainer.fit_loop
+        loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        loop.epoch_loop.on_advance_end(loop._data_fetcher)
 
     def begin_epoch(self):
         """Begins the next epoch of the job. Returns whether there is one."""
