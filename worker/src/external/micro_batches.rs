@@ -96,9 +96,19 @@ impl MicroBatches {
             end = stream.step_end(at, quota);
         }
         let batch: Vec<Record> =
-            (at..end.min(at + self.len_max)).filter_map(|at| stream.at(at)).collect();
+            (at..at + self.next_len(end - at)).filter_map(|at| stream.at(at)).collect();
         let is_wanted = |first: &Record| until.is_none_or(|until| first.epoch <= until);
         batch.first().is_some_and(is_wanted).then(|| self.draw_this(batch))
+    }
+
+    /// Number of records of the next micro-batch, if the step has so many `left`. The micro-batches
+    /// of a step are about equal, so that no small one is left for layers such as BatchNorm; in a
+    /// strict cut, all but the last one are as long as they can be.
+    fn next_len(&self, left: usize) -> usize {
+        if self.is_strict || left <= self.len_max {
+            return left.min(self.len_max);
+        }
+        left.div_ceil(left.div_ceil(self.len_max))
     }
 
     /// Draws the last micro-batch again. It will be discarded.
@@ -126,7 +136,7 @@ impl MicroBatches {
         let batch = self.drawn.front()?;
         let left = self.requested.len();
         let counts = left >= batch.len()
-            && (!self.is_strict || batch.len() == left.min(self.len_max))
+            && (!self.is_strict || batch.len() == self.next_len(left))
             && self.requested.iter().zip(batch).all(|(requested, record)| requested == record);
         counts.then_some((batch.len(), left == batch.len()))
     }
@@ -226,15 +236,15 @@ mod tests {
         let ahead = [records(0, 10..25), records(1, 0..5)].concat();
         let expected = [
             records(0, 0..4),
-            records(0, 4..8),
-            records(0, 8..10),
+            records(0, 4..7),
+            records(0, 7..10),
             records(0, 10..14),
-            records(0, 14..18),
-            records(0, 18..20),
-            records(0, 20..24),
-            records(0, 24..25),
-            records(1, 0..4),
-            records(1, 4..5),
+            records(0, 14..17),
+            records(0, 17..20),
+            records(0, 20..23),
+            records(0, 23..25),
+            records(1, 0..3),
+            records(1, 3..5),
         ];
         draws(&mut batches, &ahead, &expected);
         for expected in &expected[..3] {
@@ -252,20 +262,20 @@ mod tests {
     fn what_a_changed_request_does_not_fit_is_discarded_and_drawn_again() {
         let mut batches = requested();
         let ahead = records(0, 10..20);
-        let first = [0..4, 4..8, 8..10, 10..14, 14..18, 18..20].map(|range| records(0, range));
+        let first = [0..4, 4..7, 7..10, 10..14, 14..17, 17..20].map(|range| records(0, range));
         draws(&mut batches, &ahead, &first);
         (0..3).for_each(|_| assert!(deliver(&mut batches).unwrap().1));
         // The group is larger now: this worker's share is 5.
         batches.request(records(0, 10..15));
-        let expected = [records(0, 14..15), records(0, 15..19), records(0, 19..20)];
+        let expected = [records(0, 14..15), records(0, 15..18), records(0, 18..20)];
         draws(&mut batches, &records(0, 15..20), &expected);
         let delivered: Vec<_> = (0..6).map(|_| deliver(&mut batches).unwrap()).collect();
         assert_eq!(delivered[0], (records(0, 10..14), true));
-        assert_eq!(delivered[1], (records(0, 14..18), false));
-        assert_eq!(delivered[2], (records(0, 18..20), false));
+        assert_eq!(delivered[1], (records(0, 14..17), false));
+        assert_eq!(delivered[2], (records(0, 17..20), false));
         assert_eq!(delivered[3], (records(0, 14..15), true));
         assert!(batches.is_complete());
-        assert_eq!(delivered[4], (records(0, 15..19), false), "no request yet");
+        assert_eq!(delivered[4], (records(0, 15..18), false), "no request yet");
     }
 
     #[test]
@@ -282,7 +292,7 @@ mod tests {
     #[test]
     fn records_of_another_epoch_are_other_records() {
         let mut batches = requested();
-        draws(&mut batches, &[], &[records(0, 0..4), records(0, 4..8), records(0, 8..10)]);
+        draws(&mut batches, &[], &[records(0, 0..4), records(0, 4..7), records(0, 7..10)]);
         batches.request(records(1, 0..10));
         assert_eq!(deliver(&mut batches), Some((records(0, 0..4), false)));
     }
@@ -292,7 +302,7 @@ mod tests {
         let mut batches = requested();
         let ahead: VecDeque<Record> = records(1, 0..3).into();
         let drawn = |batches: &mut MicroBatches, until| batches.draw(&ahead, Some(until));
-        for expected in [0..4, 4..8, 8..10] {
+        for expected in [0..4, 4..7, 7..10] {
             assert_eq!(drawn(&mut batches, 0), Some(records(0, expected)));
         }
         assert_eq!(drawn(&mut batches, 0), None);
@@ -328,7 +338,7 @@ mod tests {
                 assert_eq!(batches.announce(), Some(true), "{records}");
             }
         }
-        for expected in [vec![(4, false), (4, false), (2, true)], vec![(3, true)]] {
+        for expected in [vec![(4, false), (3, false), (3, true)], vec![(3, true)]] {
             batches.compute(expected.iter().map(|(records, _)| records).sum());
             for expected in expected {
                 assert_eq!((batches.counted(), batches.deliver(true)), (Some(expected), true));
@@ -349,7 +359,7 @@ mod tests {
         // Another worker was lost before the rows came: the same records, and more.
         batches.start_over();
         batches.request([records(0, 0..6), records(0, 90..92)].concat());
-        assert_eq!([first, second], [records(0, 0..4), records(0, 4..8)]);
+        assert_eq!([first, second], [records(0, 0..4), records(0, 4..7)]);
         assert_eq!([batches.announce(), batches.announce()], [Some(true), Some(false)]);
         let rest = [records(0, 4..6), records(0, 90..92)].concat();
         assert_eq!(batches.draw(&ahead, None), Some(rest));
