@@ -543,6 +543,6 @@ const HELD_STEPS: u64 = 16;
 
 /// Bytes that a worker sends and receives between two steps, to copy shards: some milliseconds.
 const COPY_BYTES: u64 = 1 << 20;
-/// How many more for each microsecond in which it computes: a quarter of a long step, where a worker
-/// encodes, sends and decodes 256 MB/s.
+/// How many more for each microsecond in which it computes: a quarter of a long step, where a
+/// worker encodes, sends and decodes 256 MB/s.
 const COPY_RATE: u64 = 64;
