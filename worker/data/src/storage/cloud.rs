@@ -75,7 +75,7 @@ impl Objects {
     }
 
     pub(super) fn version(&self) -> Result<Version, Failed> {
-        wait(async { Ok(Version::of(&self.store.head(&self.key).await?)) })
+        self.ask(async { Ok(Version::of(&self.store.head(&self.key).await?)) })
     }
 
     pub(super) fn list(&self) -> Result<Listing, Failed> {
@@ -99,7 +99,7 @@ impl Objects {
         &self,
         list: impl Future<Output = object_store::Result<Vec<ObjectMeta>>>,
     ) -> Result<Listing, Failed> {
-        let (list, left_out) = wait(listings::noting_left_out(list))?;
+        let (list, left_out) = self.ask(listings::noting_left_out(list))?;
         let mut files = Vec::from_iter(list.into_iter().filter_map(|meta| {
             let parts = meta.location.prefix_match(&self.key)?;
             let parts: Vec<_> = parts.map(|part| part.as_ref().to_owned()).collect();
@@ -120,7 +120,12 @@ impl Objects {
     }
 
     pub(super) fn remove(&self) -> Result<(), Failed> {
-        wait(self.store.delete(&self.key))
+        self.ask(self.store.delete(&self.key))
+    }
+
+    /// The result of a request that answers at once (see [`answer`](Self::answer)).
+    fn ask<T>(&self, request: impl Future<Output = object_store::Result<T>>) -> Result<T, Failed> {
+        Ok(runtime().block_on(self.answer(request, SILENCE))?)
     }
 
     /// Writes an object. In a job that stops, each part has as much time as a request.
@@ -160,8 +165,8 @@ impl Objects {
         Ok(())
     }
 
-    /// The result of `request`, which writes (see [`unless_stopped`]). After `silence` users are
-    /// told that a trainer waits: it has a flag of its job, and no other program notices.
+    /// The result of `request`, which writes or is short (see [`unless_stopped`]). After `silence`
+    /// users are told that a trainer waits: it has a flag of its job, and no other program notices.
     async fn answer<T>(
         &self,
         request: impl Future<Output = object_store::Result<T>>,
@@ -350,6 +355,28 @@ mod tests {
         set_stop_flag(Arc::default());
         let status = runtime().block_on(at.answer(silent, Duration::ZERO)).unwrap();
         assert!(status.is_some() && !is_reported.load(Ordering::Acquire), "{status:?}");
+    }
+
+    #[test]
+    fn a_listing_that_is_not_answered_is_reported_while_its_trainer_waits() {
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        // It accepts connections, and never answers.
+        let listener = std::net::TcpListener::bind((std::net::Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let endpoint = format!("http://{}", listener.local_addr().unwrap());
+        let builder = object_store::aws::AmazonS3Builder::new().with_endpoint(endpoint);
+        let builder = builder.with_bucket_name("b").with_allow_http(true);
+        let store = builder.with_access_key_id("a").with_secret_access_key("b").build().unwrap();
+        let (store, bucket) = (Arc::new(store), "s3://silent".into());
+        std::thread::spawn(|| {
+            set_stop_flag(Arc::default());
+            drop(Objects { store, bucket, key: "checkpoints".into() }.list());
+        });
+        let is_told = || wait_status().storage.is_some_and(|text| text.contains("s3://silent"));
+        let began = std::time::Instant::now();
+        while !is_told() {
+            assert!(began.elapsed() < SILENCE * 5, "{:?}", wait_status());
+            std::thread::sleep(STOP_CHECK);
+        }
     }
 
     #[test]
