@@ -69,13 +69,17 @@ impl Conversion {
         let files = files.collect::<Result<Vec<String>, _>>()?;
         let folder = Storage::open(to).map_err(|error| error.to_string())?;
         let found = folder.list("").map_err(|error| error.to_string())?;
-        if let Some(other) = found.iter().find(|found| !files.contains(&found.path)) {
+        // Files of two models would look like one.
+        if let Some(other) = found.first() {
             return Err(format!(
-                "{to} has {:?}, which is of none of these tables; name another folder",
+                "{to} has {:?} already, and a conversion to Parquet replaces nothing; name another \
+                 folder, or remove it",
                 other.path
             ));
         }
         files.iter().try_for_each(|file| outputs::check_file(folder.join(file).address()))?;
-        rows.write_parquet(&folder, &files)
+        rows.write_parquet(&folder, &files).inspect_err(|_| {
+            files.iter().for_each(|file| drop(folder.remove(file)));
+        })
     }
 }

@@ -78,14 +78,15 @@ class Alone(unittest.TestCase):
             ),
             (
                 """
-                job, net, _, opt, data = setup(global_batch=5)
+                job, net, _, opt, data = setup(global_batch=23)
                 norm = torch.nn.BatchNorm1d(3)
                 for _ in job.epochs():
                     for batch in data:
                         backward(net, norm(batch))
                         opt.step()
                 """,
-                "elasticdl: BatchNorm got a micro-batch of 1 record. A step has 5 records",
+                "elasticdl: BatchNorm got a micro-batch of 1 record. A step has 23 records "
+                "(the last one of an epoch 1,",
             ),
         ):
             ended = run(SETUP + textwrap.dedent(program))

@@ -21,8 +21,8 @@ pub(crate) struct ConvertArgs {
     #[arg(value_name = "CHECKPOINT", value_parser = parse_uri)]
     pub(crate) checkpoint: String,
 
-    /// The file: a path or s3://, gs://, az://. An existing file is replaced. NAME.parquet is a
-    /// folder, into which the rows of each table are written as TABLE.parquet.
+    /// The file: a path or s3://, gs://, az://. An existing file is replaced. NAME.parquet is a new
+    /// or empty folder, into which the rows of each table are written as TABLE.parquet.
     #[arg(value_name = "FILE", value_parser = parse_uri)]
     pub(crate) file: String,
 
