@@ -142,6 +142,8 @@ impl LocalMaster {
                 }
             }
         };
+        // Trackers may need longer.
+        standstill.rest();
         ended.summary.tracking_error = exporters.finish(ended.summary.tracking_error).await;
         page.end().await;
         Ok(LocalEnd { result: ended, stop: escalation.first(), standstill })

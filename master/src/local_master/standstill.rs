@@ -20,18 +20,19 @@ pub struct Standstill(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
-    /// Turns of the event loop.
+    /// Turns of the event loop; 0 while it does not run.
     turns: AtomicU64,
     has_ended: AtomicBool,
 }
 
 /// What the thread knows.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Watch {
     turns: u64,
-    /// When the event loop was last seen to turn.
-    since: Instant,
-    /// Since when users know that it stands still.
+    /// Looks in a row at which the event loop had not turned. A time would count that in which this
+    /// process was stopped, too.
+    idle: u32,
+    /// Whether users know that it stands still.
     told: bool,
     /// The first signal since then.
     asked: Option<Instant>,
@@ -53,17 +54,17 @@ impl Standstill {
         let shared = Arc::<Shared>::default();
         let known = Arc::clone(&shared);
         let watching = async move {
-            let mut watch = Watch::new(Instant::now());
+            let mut watch = Watch::default();
             loop {
                 let stop = tokio::select! {
                     stop = signals.next() => Some(stop),
-                    () = sleep(Self::TURN * 2) => None,
+                    () = sleep(LOOK) => None,
                 };
                 if let Some(stop) = stop.filter(|_| known.has_ended.load(Ordering::Acquire)) {
                     exit(stop.exit_code().into());
                 }
                 let text = match stop {
-                    None => watch.look(Instant::now(), known.turns.load(Ordering::Relaxed)),
+                    None => watch.look(known.turns.load(Ordering::Relaxed)),
                     Some(stop) => match watch.signal(Instant::now()) {
                         None => exit(stop.exit_code().into()),
                         Some(text) => text,
@@ -86,6 +87,11 @@ impl Standstill {
         self.0.turns.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// The event loop is over.
+    pub(super) fn rest(&self) {
+        self.0.turns.store(0, Ordering::Relaxed);
+    }
+
     /// The job has ended. The next signal ends the process, which may wait for a reader of its
     /// output.
     pub fn end_process_on_signal(self) {
@@ -94,18 +100,14 @@ impl Standstill {
 }
 
 impl Watch {
-    fn new(now: Instant) -> Self {
-        Self { turns: 0, since: now, told: false, asked: None }
-    }
-
-    /// What to tell users at `now`, when the event loop has made so many turns.
-    fn look(&mut self, now: Instant, turns: u64) -> &'static str {
-        if turns != self.turns {
-            let told = self.told;
-            *self = Self { turns, ..Self::new(now) };
+    /// What to tell users, when the event loop has made so many turns.
+    fn look(&mut self, turns: u64) -> &'static str {
+        if turns != self.turns || turns == 0 {
+            let told = std::mem::replace(self, Self { turns, ..Self::default() }).told;
             return if told { "answers again" } else { "" };
         }
-        if self.told || now.saturating_duration_since(self.since) < LIMIT {
+        self.idle += 1;
+        if self.told || self.idle < IDLE_MAX {
             return "";
         }
         self.told = true;
@@ -121,15 +123,17 @@ impl Watch {
         if now == first {
             return Some(
                 "does not answer, so its job can't be stopped yet; a second signal ends this \
-                 command alone: `elasticdl train --resume` goes on with the job",
+                 command alone, and `elasticdl train --resume` continues the job",
             );
         }
         (now.saturating_duration_since(first) < ONE_REQUEST).then_some("")
     }
 }
 
-/// Time after which an event loop without turns stands still.
-const LIMIT: Duration = Duration::from_secs(5);
+/// Time between two looks at the turns.
+const LOOK: Duration = Duration::from_secs(1);
+/// An event loop that has not turned at so many looks stands still.
+const IDLE_MAX: u32 = 5;
 
 #[cfg(test)]
 mod tests {
@@ -139,16 +143,23 @@ mod tests {
     fn a_directory_that_does_not_answer_is_named_once_and_a_second_request_ends_the_process() {
         let began = Instant::now();
         let at = |seconds| began + Duration::from_secs(seconds);
-        let mut watch = Watch::new(began);
-        assert_eq!([watch.look(at(4), 1), watch.look(at(8), 1)], ["", ""]);
+        let mut watch = Watch::default();
+        let look = |watch: &mut Watch, turns, times| {
+            (0..times)
+                .map(|_| watch.look(turns))
+                .filter(|text| !text.is_empty())
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(look(&mut watch, 1, 5), [""; 0]);
         assert_eq!(watch.signal(at(8)), Some(""), "the event loop takes it");
-        assert!(watch.look(at(9), 1).starts_with("does not answer"));
-        assert_eq!(watch.look(at(20), 1), "");
+        let told = look(&mut watch, 1, 20);
+        assert!(told.len() == 1 && told[0].starts_with("does not answer"), "{told:?}");
         assert!(watch.signal(at(21)).is_some_and(|text| text.contains("--resume")));
         assert_eq!(watch.signal(at(22)), Some(""), "two signals within 2 s are one");
         assert_eq!(watch.signal(at(24)), None);
-        assert_eq!(watch.look(at(30), 2), "answers again");
-        assert_eq!([watch.look(at(31), 3), watch.look(at(35), 3)], ["", ""]);
+        assert_eq!(look(&mut watch, 2, 3), ["answers again"]);
+        assert_eq!(look(&mut watch, 3, 5), [""; 0]);
         assert_eq!(watch.signal(at(35)), Some(""));
+        assert_eq!(look(&mut watch, 0, 20), [""; 0], "it is over");
     }
 }

@@ -24,20 +24,19 @@ impl Job {
         self.request_checkpoint();
     }
 
-    /// Tells users, once, if checkpoints are late.
+    /// Reports, once, that the next checkpoint is late.
     pub(crate) fn watch_checkpoints(&mut self, now: Time) {
         let step = self.data.step();
         let Some(spec) = &self.spec.checkpoints else { return };
         let Some(waited) = self.reporting.late_checkpoints.late(now, step, spec.every) else {
             return;
         };
-        let newest = &self.reporting.totals.checkpoints.newest;
-        let saved = newest.as_ref().map_or(0, |newest| newest.step);
+        let unsaved = self.checkpoints().and_then(|known| known.unsaved(step));
+        let Some((first, last)) = unsaved else { return };
         self.log_event(format!(
             "no checkpoint has been written for {} s, although one was due: its write has not \
-             ended; steps {} to {step} are in none",
-            waited.as_secs(),
-            saved + 1
+             ended; steps {first} to {last} are in none",
+            waited.as_secs()
         ));
     }
 

@@ -212,10 +212,10 @@ fn a_late_checkpoint_makes_up_for_none_that_a_stopped_job_has_left_out() {
 }
 
 #[test]
-fn a_write_that_does_not_end_is_told_once_and_so_is_its_end() {
+fn a_write_that_does_not_end_is_reported_once_and_so_is_its_end() {
     let mut job = started(kept(), &[20_000]);
-    // What is told of checkpoints when `message` arrives after so many seconds.
-    let mut told = |seconds: u64, message| {
+    // The lines on checkpoints when `message` arrives after so many seconds.
+    let mut lines = |seconds: u64, message| {
         job.handle(at(1000 * seconds), Event::Message { worker: WorkerId(1), message });
         let all = std::iter::from_fn(|| job.poll_action());
         let lines = all.filter_map(|action| match action {
@@ -225,13 +225,17 @@ fn a_write_that_does_not_end_is_told_once_and_so_is_its_end() {
         lines.collect::<Vec<_>>()
     };
     let commit = |step| committed(1, step, &[(8 * step, 8 * step + 8)]);
-    assert_eq!(told(0, commit(1)), [""; 0]);
-    assert_eq!(told(119, commit(2)), [""; 0], "two intervals of a minute");
-    let late = told(120, commit(3));
-    assert!(late.len() == 1 && late[0].ends_with("steps 1 to 3 are in none"), "{late:?}");
-    assert_eq!(told(500, commit(4)), [""; 0]);
-    let over = told(501, WorkerMessage::Checkpoint(saved(1)));
-    assert_eq!(over, ["checkpoints are written again: that of step 1 is"]);
-    assert_eq!(told(502, commit(5)), [""; 0]);
-    assert_eq!(told(621, commit(6)).len(), 1);
+    assert_eq!(lines(0, commit(1)), [""; 0]);
+    assert_eq!(lines(119, commit(2)), [""; 0], "two intervals of a minute");
+    assert_eq!(lines(120, commit(3)), [""; 0]);
+    let late = lines(150, commit(4));
+    assert!(late.len() == 1 && late[0].ends_with("steps 1 to 4 are in none"), "{late:?}");
+    assert_eq!(lines(500, commit(5)), [""; 0]);
+    let over = lines(501, WorkerMessage::Checkpoint(saved(4)));
+    assert_eq!(over, ["checkpoints are written again: that of step 4 is"]);
+    // After a pause of an hour it is begun with the first step.
+    assert_eq!(lines(4000, commit(6)), [""; 0]);
+    assert_eq!(lines(4029, commit(7)), [""; 0]);
+    let late = lines(4030, commit(8));
+    assert!(late.len() == 1 && late[0].ends_with("steps 5 to 8 are in none"), "{late:?}");
 }
