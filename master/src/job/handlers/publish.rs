@@ -134,11 +134,10 @@ impl Job {
             ..MembershipChange::default()
         };
         let members = workers.members().collect::<Vec<_>>();
-        let keeps_state = members.iter().any(|(_, w)| w.holds_state());
         let carries_state = members.iter().any(|(_, w)| w.has_state());
         self.lifecycle.note_published();
         let kept = self.reporting.newest_checkpoint().map(|kept| kept.step);
-        let start = match (keeps_state, &self.spec.checkpoints) {
+        let start = match (carries_state, &self.spec.checkpoints) {
             (true, _) => "",
             // All members have left in order.
             (false, Some(_)) if kept == Some(self.data.step()) => " from the newest checkpoint",

@@ -203,6 +203,8 @@ fn a_joiner_that_has_fetched_the_state_may_provide_it() {
     deliver(&mut job, 2, WorkerMessage::CaughtUp { step: 3 });
     lose(&mut job, 1);
     assert_eq!(ends(&mut job), None);
+    let said = job.status(at(0)).events.join("\n");
+    assert!(said.contains("1 worker continues") && !said.contains("the state is lost"), "{said}");
     lose(&mut job, 2);
     assert!(ends(&mut job).is_some());
 }
