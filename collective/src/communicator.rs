@@ -136,6 +136,13 @@ pub trait Communicator {
         Ok(())
     }
 
+    /// Whether ranks that each need a part of a sum get it with less traffic by
+    /// [`reduce_scatter`](Self::reduce_scatter) than by [`all_reduce`](Self::all_reduce). All ranks
+    /// find the same, between the same two operations.
+    fn sums_pairwise(&self) -> bool {
+        self.world_size() > 2
+    }
+
     /// Replaces `bytes` on every rank with those of rank `root`.
     ///
     /// `bytes`: on `root` at most [`BROADCAST_BYTES_MAX`] bytes; on other ranks the previous

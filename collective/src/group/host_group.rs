@@ -340,6 +340,11 @@ impl Communicator for HostGroup {
         self.registration.generation()
     }
 
+    fn sums_pairwise(&self) -> bool {
+        // An all-reduce sums within hosts first, and can send numbers of half the size.
+        self.world_size() > 2 && !self.is_hierarchical() && self.wire == WireDtype::F32
+    }
+
     fn all_gather(&mut self, block: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
         self.check()?;
         self.gather(Kind::AllGather, block)

@@ -161,6 +161,10 @@ impl Communicator for SimulatedGroup {
         self.generation
     }
 
+    fn sums_pairwise(&self) -> bool {
+        self.world_size() > 2 && self.spans_hosts()
+    }
+
     fn all_gather(&mut self, block: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
         // The first operation of a group.
         let is_first = self.sequence == 0;

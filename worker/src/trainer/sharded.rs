@@ -34,7 +34,7 @@ use crate::half_model::HalfModel;
 use crate::machine::{CheckpointStore, Group};
 use crate::model::Model;
 use crate::optimizer::squares;
-use crate::session::header;
+use crate::session::{InvalidData, header};
 use crate::tensors::{HostState, Tensors, is_finite};
 use crate::update::{Update, UpdateRule};
 
@@ -61,16 +61,21 @@ pub(crate) struct ShardedOptimizer {
 #[derive(Debug)]
 struct StepSums {
     layout: ChunkLayout,
+    /// The ranks that need the sum of each chunk, first its owner.
+    receivers: Vec<Vec<usize>>,
     /// Number of parameters of a bucket, which has whole chunks.
     bucket_len: usize,
     /// Of the chunks that this rank needs.
     sums: BTreeMap<u32, Vec<f32>>,
     /// Whether they are finite.
     are_finite: bool,
-    /// Sums of the squares of all chunks, if the update needs their norm.
+    /// Sums of the squares of the chunks whose sums this rank has seen, if the update needs the
+    /// norm of all.
     squares: Option<Vec<f64>>,
-    /// The sum of a bucket.
+    /// The sum of a bucket, or what this rank gives to the sums of others.
     bucket: Vec<f32>,
+    /// What others give to the sums of this rank.
+    given: Vec<f32>,
 }
 
 impl ShardedOptimizer {
@@ -85,11 +90,13 @@ impl ShardedOptimizer {
             has_masters,
             sums: StepSums {
                 layout,
+                receivers: Vec::new(),
                 bucket_len: bucket_len.max(1).next_multiple_of(layout.chunk_len),
                 sums: BTreeMap::new(),
                 are_finite: true,
                 squares: clips.then(|| vec![0.0; layout.chunks() as usize]),
                 bucket: Vec::new(),
+                given: Vec::new(),
             },
             peers: Peers::default(),
             is_gathered: false,
@@ -144,8 +151,9 @@ impl ShardedOptimizer {
 
     /// The sums of the buckets that follow are those of a step.
     pub(super) fn begin_sums(&mut self) -> &mut impl BucketSums {
-        let StepSums { layout, sums, are_finite, .. } = &mut self.sums;
+        let StepSums { layout, receivers, sums, are_finite, .. } = &mut self.sums;
         *are_finite = true;
+        *receivers = (0..layout.chunks()).map(|chunk| self.chunks.receivers(chunk)).collect();
         let mut spare = mem::take(sums);
         for chunk in (0..layout.chunks()).filter(|&chunk| self.chunks.needs_sum(chunk)) {
             let zeros = || vec![0.0; layout.range(chunk).len()];
@@ -170,7 +178,7 @@ impl ShardedOptimizer {
             let received = exchange(group, copies)?;
             self.chunks.receive_copies(&received)?;
         }
-        let norm = self.sums.squares.as_ref().map(|squares| squares.iter().sum::<f64>().sqrt());
+        let norm = self.sums.norm(group)?;
         self.chunks.stage(ChunkSums { sums: mem::take(&mut self.sums.sums), norm });
         Ok(())
     }
@@ -218,11 +226,13 @@ impl ShardedOptimizer {
     }
 
     /// Replaces the parameters of all chunks by those of their owners, unless all ranks have those
-    /// of their step.
+    /// of their step. `in_round`: all ranks have just committed the step, so that a rank that holds
+    /// a chunk has its parameters.
     fn gather<R: Replica>(
         &mut self,
         group: &mut dyn Group,
         replica: &mut R,
+        in_round: bool,
     ) -> Result<(), Stopped> {
         if self.is_gathered {
             return Ok(());
@@ -232,38 +242,37 @@ impl ShardedOptimizer {
         scratch.resize(GATHERED_LEN_MAX.max(layout.chunk_len).min(layout.parameters), 0.0);
         let scratch: &mut [R::Parameter] = bytemuck::cast_slice_mut(scratch);
         let per_bucket = (scratch.len() / layout.chunk_len).max(1) as u32;
-        let mut first = 0;
+        let (mut first, mut own) = (0, Vec::new());
+        let mut for_ranks: Vec<Vec<R::Parameter>> = vec![Vec::new(); world];
         while first < layout.chunks() && (world > 1 || !R::IS_OF_UPDATE) {
             let bucket = first..(first + per_bucket).min(layout.chunks());
             let mut of_ranks: Vec<Vec<Range<usize>>> = vec![Vec::new(); world];
-            let mut mine = Vec::new();
+            for_ranks.iter_mut().for_each(Vec::clear);
+            let mut are_here = true;
             for chunk in bucket.clone() {
-                let (owner, range) = (chunks.owner(chunk), layout.range(chunk));
-                if owner == me {
-                    let slots = chunks.slots_of(chunk).expect("the owner holds the chunk");
-                    replica.give(range.clone(), slots, &mut mine)?;
+                let mut having = chunks.holders(chunk);
+                having.truncate(if in_round { world } else { 1 });
+                are_here &= having.len() == world;
+                let (owner, range) = (having[0], layout.range(chunk));
+                if !having.contains(&me) {
+                    of_ranks[owner].push(range);
+                    continue;
                 }
-                of_ranks[owner].push(range);
+                let slots = chunks.slots_of(chunk).expect("a holder of the chunk has its slots");
+                own.clear();
+                replica.give(range, slots, &mut own)?;
+                let lack = |rank: &usize| owner == me && !having.contains(rank);
+                (0..world).filter(lack).for_each(|rank| for_ranks[rank].extend_from_slice(&own));
             }
             first = bucket.end;
-            if world == 1 {
+            if are_here {
                 continue;
             }
-            let mut send: Vec<&[u8]> = vec![bytemuck::cast_slice(&mine); world];
-            // What this rank has stays where it is.
-            send[me] = &[];
-            let mut rest = &mut *scratch;
-            let mut receive = Vec::with_capacity(world);
-            for (rank, ranges) in of_ranks.iter().enumerate() {
-                let len = if rank == me { 0 } else { ranges.iter().map(Range::len).sum() };
-                let (part, others) = rest.split_at_mut(len);
-                receive.push(bytemuck::cast_slice_mut(part));
-                rest = others;
-            }
+            let send: Vec<&[u8]> = for_ranks.iter().map(|p| bytemuck::cast_slice(p)).collect();
+            let mut receive = parts(scratch, of_ranks.iter().map(|ranges| len_of(ranges)));
             group.exchange_into(&send, &mut receive)?;
             let mut rest = &*scratch;
-            let others = of_ranks.iter().enumerate().filter(|(rank, _)| *rank != me);
-            for range in others.flat_map(|(_, ranges)| ranges) {
+            for range in of_ranks.iter().flatten() {
                 let (part, later) = rest.split_at(range.len());
                 replica.take(range.clone(), part)?;
                 rest = later;
@@ -354,7 +363,7 @@ trait Replica {
     /// Whether the update of a chunk has changed its parameters here.
     const IS_OF_UPDATE: bool;
 
-    /// Appends the parameters of a chunk that this rank owns, with these slots.
+    /// Appends the parameters of a chunk that this rank holds, with these slots.
     fn give(
         &mut self,
         range: Range<usize>,
@@ -426,6 +435,10 @@ impl BucketSums for StepSums {
         header: &[u8],
         (start, part): Bucket<'_>,
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        let chunks = self.layout.chunks_in(start..start + part.len());
+        if ring.sums_pairwise() {
+            return self.sum_at_owners(ring, header, (start, part), chunks);
+        }
         self.bucket.resize(part.len(), 0.0);
         let headers = if ring.world_size() > 1 {
             ring.all_reduce(header, part, &mut self.bucket)?
@@ -433,19 +446,113 @@ impl BucketSums for StepSums {
             self.bucket.copy_from_slice(part);
             vec![header.to_vec()]
         };
-        for chunk in self.layout.chunks_in(start..start + part.len()) {
+        let bucket = mem::take(&mut self.bucket);
+        for chunk in chunks {
             let range = self.layout.range(chunk);
-            let sum = &self.bucket[range.start - start..range.end - start];
-            if let Some(into) = self.sums.get_mut(&chunk) {
-                into.copy_from_slice(sum);
-                self.are_finite &= is_finite(sum);
-            }
-            if let Some(of_chunks) = &mut self.squares {
-                of_chunks[chunk as usize] = squares(sum);
-            }
+            self.keep(chunk, &bucket[range.start - start..range.end - start]);
         }
+        self.bucket = bucket;
         Ok(headers)
     }
+}
+
+impl StepSums {
+    /// As [`sum`](BucketSums::sum), without what the all-reduce gives to ranks that don't need it:
+    /// the owner of each chunk sums it, and gives the sum to the other holders.
+    fn sum_at_owners(
+        &mut self,
+        ring: &mut (impl Communicator + ?Sized),
+        header: &[u8],
+        (start, part): Bucket<'_>,
+        chunks: Range<u32>,
+    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        let (world, me) = (ring.world_size(), ring.rank());
+        let mut of_owners: Vec<Vec<u32>> = vec![Vec::new(); world];
+        for chunk in chunks {
+            of_owners[self.receivers[chunk as usize][0]].push(chunk);
+        }
+        let layout = self.layout;
+        let len = |chunks: &[u32]| chunks.iter().map(|&chunk| layout.range(chunk).len()).sum();
+        let (mut bucket, mut given) = (mem::take(&mut self.bucket), mem::take(&mut self.given));
+        bucket.clear();
+        for &chunk in of_owners.iter().flatten() {
+            let range = layout.range(chunk);
+            bucket.extend_from_slice(&part[range.start - start..range.end - start]);
+        }
+        let (mut rest, mut src) = (&bucket[..], Vec::with_capacity(world));
+        for chunks in &of_owners {
+            let (of_owner, others) = rest.split_at(len(chunks));
+            src.push(of_owner);
+            rest = others;
+        }
+        let mut sums = vec![0.0; len(&of_owners[me])];
+        ring.reduce_scatter(&src, &mut sums, &mut given)?;
+        let mut for_ranks = vec![Vec::new(); world];
+        let mut rest = &sums[..];
+        for &chunk in &of_owners[me] {
+            let (sum, others) = rest.split_at(layout.range(chunk).len());
+            rest = others;
+            for &rank in self.receivers[chunk as usize].iter().filter(|&&rank| rank != me) {
+                for_ranks[rank].extend_from_slice(sum);
+            }
+            self.keep(chunk, sum);
+        }
+        of_owners[me].clear();
+        for chunks in &mut of_owners {
+            chunks.retain(|&chunk| self.receivers[chunk as usize].contains(&me));
+        }
+        let send: Vec<&[u8]> = for_ranks.iter().map(|sums| bytemuck::cast_slice(sums)).collect();
+        given.resize(of_owners.iter().map(|chunks| len(chunks)).sum(), 0.0);
+        let mut receive = parts(&mut given, of_owners.iter().map(|chunks| len(chunks)));
+        ring.exchange_into(&send, &mut receive)?;
+        let mut rest = &given[..];
+        for &chunk in of_owners.iter().flatten() {
+            let (sum, others) = rest.split_at(layout.range(chunk).len());
+            rest = others;
+            self.keep(chunk, sum);
+        }
+        (self.bucket, self.given) = (bucket, given);
+        ring.all_gather(header)
+    }
+
+    /// Keeps what this rank needs of the sum of a chunk.
+    fn keep(&mut self, chunk: u32, sum: &[f32]) {
+        if let Some(into) = self.sums.get_mut(&chunk) {
+            into.copy_from_slice(sum);
+            self.are_finite &= is_finite(sum);
+        }
+        if let Some(of_chunks) = &mut self.squares {
+            of_chunks[chunk as usize] = squares(sum);
+        }
+    }
+
+    /// Euclidean norm of the sum of all chunks, if the update needs it.
+    fn norm(&mut self, group: &mut dyn Group) -> Result<Option<f64>, Stopped> {
+        let Some(squares) = &mut self.squares else { return Ok(None) };
+        if group.sums_pairwise() {
+            let all: Vec<Vec<f64>> = decode_all(group.all_gather(&header::encode(&*squares))?)?;
+            for (chunk, receivers) in self.receivers.iter().enumerate() {
+                let of_owner = all[receivers[0]].get(chunk);
+                squares[chunk] = *of_owner.ok_or(InvalidData("the squares of a gradient"))?;
+            }
+        }
+        Ok(Some(squares.iter().sum::<f64>().sqrt()))
+    }
+}
+
+/// Cuts the beginning of `memory` into parts of these lengths.
+fn parts<T: bytemuck::Pod>(
+    mut memory: &mut [T],
+    lens: impl Iterator<Item = usize>,
+) -> Vec<&mut [u8]> {
+    let part =
+        |len| bytemuck::cast_slice_mut(memory.split_off_mut(..len).expect("it has all parts"));
+    lens.map(part).collect()
+}
+
+/// Number of parameters in these ranges.
+fn len_of(ranges: &[Range<usize>]) -> usize {
+    ranges.iter().map(Range::len).sum()
 }
 
 impl<M: Model> Trainer<'_, M> {
@@ -486,7 +593,7 @@ impl<M: Model> Trainer<'_, M> {
         }
         // Those that join another group next take part, as others may compute before they do.
         let is_in_group = self.session.group_rank().map(|(generation, _)| generation) == round;
-        match self.gather_parameters() {
+        match self.gather_parameters(true) {
             Err(Stopped::Broken(error)) if !is_in_group => {
                 tracing::info!(%error, "links broke; the next group gathers the parameters");
                 Ok(())
@@ -511,8 +618,8 @@ impl<M: Model> Trainer<'_, M> {
         Ok(sharded.commit((step, generation), of_step, &mut *self.rule, parameters)?)
     }
 
-    /// Gathers the parameters of this rank's step.
-    pub(super) fn gather_parameters(&mut self) -> Result<(), Stopped> {
+    /// Gathers the parameters of this rank's step. `in_round`: all ranks have just committed it.
+    pub(super) fn gather_parameters(&mut self, in_round: bool) -> Result<(), Stopped> {
         let (Some(sharded), Tensors::Host { group: Some(group), state }) =
             (&mut self.sharded, &mut self.tensors)
         else {
@@ -521,9 +628,12 @@ impl<M: Model> Trainer<'_, M> {
         match self.model.as_half_model().filter(|_| sharded.has_masters) {
             Some(model) => {
                 let mut replica = Rounded { model, parameters: Vec::new() };
-                sharded.gather(&mut **group, &mut replica)
+                sharded.gather(&mut **group, &mut replica, in_round)
             }
-            None => sharded.gather(&mut **group, &mut Floats(state.parameters.writable())),
+            None => {
+                let mut replica = Floats(state.parameters.writable());
+                sharded.gather(&mut **group, &mut replica, in_round)
+            }
         }
     }
 
@@ -541,7 +651,7 @@ impl<M: Model> Trainer<'_, M> {
         let created = self.session.state().map(|state| state.created);
         let created = Some(&*state.gradient).filter(|_| created == Some(group.generation()));
         match sharded.regroup(group, (step, created), members, store)? {
-            Regrouped::Agreed => self.gather_parameters().map(|()| true),
+            Regrouped::Agreed => self.gather_parameters(false).map(|()| true),
             Regrouped::Lost(chunks) if !self.session.follows_loss() => {
                 // Those that left the group at its end may have them, and come back.
                 let why = format!("{chunks} chunks of the optimizer's state are not here");

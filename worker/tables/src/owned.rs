@@ -158,11 +158,15 @@ impl<S> Group<S> {
         rank.expect("holders are members of the group")
     }
 
+    /// The ranks that hold a shard as of the last commit, first its owner.
+    fn holders(&self, shard: u32) -> impl Iterator<Item = usize> {
+        self.placement.holders(shard).iter().map(|&worker| self.rank(worker))
+    }
+
     /// The ranks that hold `shard` after the next commit, or before it.
     fn receivers(&self, shard: u32) -> Vec<usize> {
-        let holders = self.placement.holders(shard).iter().copied();
         let copies = self.copies.iter().filter(|copy| copy.shard == shard).map(|copy| copy.to);
-        holders.chain(copies).map(|worker| self.rank(worker)).collect()
+        self.holders(shard).chain(copies.map(|worker| self.rank(worker))).collect()
     }
 }
 

@@ -289,9 +289,14 @@ impl Chunks {
         self.committed.as_ref()?.shards.get(&chunk).map(|slots| slots.as_slice())
     }
 
-    /// The rank that answers for a chunk.
-    pub fn owner(&self, chunk: u32) -> usize {
-        self.group().owner(chunk)
+    /// The ranks that hold a chunk as of the last commit, first the one that answers for it.
+    pub fn holders(&self, chunk: u32) -> Vec<usize> {
+        self.group().holders(chunk).collect()
+    }
+
+    /// The ranks that [need the sum](Self::needs_sum) of a chunk, first its owner.
+    pub fn receivers(&self, chunk: u32) -> Vec<usize> {
+        self.group().receivers(chunk)
     }
 
     /// Digest of the chunks that this worker owns. The sum over all ranks, modulo 2^64, does not

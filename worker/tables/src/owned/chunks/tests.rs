@@ -93,7 +93,7 @@ impl Rank {
 fn gather(ranks: &mut [Rank]) {
     for chunk in 0..LAYOUT.chunks() {
         let range = LAYOUT.range(chunk);
-        let owner = ranks[0].chunks.owner(chunk);
+        let owner = ranks[0].chunks.holders(chunk)[0];
         let of_owner = ranks[owner].parameters[range.clone()].to_vec();
         ranks.iter_mut().for_each(|rank| rank.parameters[range.clone()].copy_from_slice(&of_owner));
     }
