@@ -342,7 +342,8 @@ impl Communicator for HostGroup {
 
     fn sums_pairwise(&self) -> bool {
         // An all-reduce sums within hosts first, and can send numbers of half the size.
-        self.world_size() > 2 && !self.is_hierarchical() && self.wire == WireDtype::F32
+        let has_memory = self.shares_memory() || self.is_hierarchical();
+        self.world_size() > 2 && !has_memory && self.wire == WireDtype::F32
     }
 
     fn all_gather(&mut self, block: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {

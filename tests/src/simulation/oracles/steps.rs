@@ -226,8 +226,12 @@ impl World {
     }
 
     /// Checks that `p` may create the initial state for its group: no other member has a state, nor
-    /// a worker that leaves and was not released.
+    /// a worker that leaves and was not released, unless the group gives up what it has.
     pub(in crate::simulation) fn check_initial(&mut self, p: usize) {
+        // The others have found the same, and may not have come to it.
+        if self.processes[p].trainer.seen.has_lost_rows {
+            return;
+        }
         let generation = self.generation_of(p);
         // A group that is no longer the newest may still begin.
         let newest = self.oracle.newest.as_ref();
