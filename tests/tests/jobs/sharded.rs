@@ -48,6 +48,13 @@ fn so_do_evicted_workers_another_master_and_a_resumed_job() {
     assert_same_bits(&DeterminismCase::DISTURBED[3..6]);
 }
 
+#[test]
+#[ignore = "needs root and iproute2"]
+fn so_do_workers_on_several_hosts() {
+    assert_same_bits(DeterminismCase::TRANSPORTS);
+    assert_same_bits_of_half(&DeterminismCase::TRANSPORTS[..1]);
+}
+
 /// Asserts that the cases with parameters in bf16 have the bits of one such worker.
 fn assert_same_bits_of_half(cases: &[DeterminismCase]) {
     static DIGEST: OnceLock<String> = OnceLock::new();

@@ -7,8 +7,8 @@ use std::time::Duration;
 use clap::Parser;
 use elasticdl::readers::FixedRecords;
 use elasticdl::{
-    AdamW, BatchRows, Gradients, HalfModel, Ids, Loss, Model, NamedTensor, RowOptimizer, Table,
-    TableModel, UpdateRule, UserError,
+    AdamW, BatchRows, Gradients, HalfModel, Ids, Loss, Model, NamedTensor, Optimizer, RowOptimizer,
+    Table, TableModel, UpdateRule, UserError,
 };
 use elasticdl_tests::{HalfParameters, counting_reader, numbers};
 
@@ -159,7 +159,7 @@ impl Model for Mlp {
     }
 
     fn optimizer(&self) -> impl UpdateRule {
-        AdamW::new(3e-3)
+        Optimizer::from(AdamW::new(3e-3)).clip_norm(0.05)
     }
 }
 
