@@ -29,7 +29,9 @@ fn assert_same_bits(cases: &[DeterminismCase]) {
     for case in cases {
         let ended = case.run_sharded(DETERMINISTIC);
         assert_eq!(digest(&ended), *expected, "{}: {}", case.name, ended.output);
-        assert_eq!(ended.summary().rows_lost, None, "{}", case.name);
+        // Workers that differ are replaced, and the others may come to the bits.
+        let lost = (ended.summary().rows_lost, ended.summary().state_lost);
+        assert_eq!(lost, (None, None), "{}: {}", case.name, ended.output);
     }
 }
 

@@ -159,7 +159,7 @@ impl Model for Mlp {
     }
 
     fn optimizer(&self) -> impl UpdateRule {
-        Optimizer::from(AdamW::new(3e-3)).clip_norm(0.05)
+        Optimizer::from(AdamW::new(3e-3)).clip_norm(0.001)
     }
 }
 
