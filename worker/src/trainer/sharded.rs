@@ -3,9 +3,9 @@
 //! the f32 parameters that are updated, the masters.
 //!
 //! ```text
-//!   compute ── all-reduce per bucket, of which a rank keeps the sums of its chunks ──► staged
+//!   compute ── sums of the rank's chunks, per bucket ──► staged
 //!           ── headers of all ranks ──► update of its chunks, commit
-//!           ── parameters of all chunks, from their owners ──► next round
+//!           ── parameters of the other chunks, from their owners ──► next round
 //! ```
 //!
 //! **Invariant:** a rank gives its header of a step when its sums are staged, and updates nothing
@@ -14,28 +14,29 @@
 //! commit, and at the end of each repair in which not all ranks have those of the same commit; what
 //! a broken group has left is overwritten there.
 
-use std::collections::BTreeMap;
+mod sums;
+
 use std::mem;
 use std::ops::Range;
 
-use elasticdl_collective::{CollectiveError, Communicator};
+use elasticdl_collective::CollectiveError;
 use elasticdl_proto::{Generation, WorkerId};
-use elasticdl_tables::{ChunkLayout, ChunkSums, Chunks, OwnedHeader, StepCommit};
+use elasticdl_tables::{Chunks, OwnedHeader, StepCommit};
 use half::bf16;
 use half::slice::HalfFloatSliceExt as _;
 
+use self::sums::{StepSums, parts};
 use super::Trainer;
 use super::peers::{Peers, Source, all_have_read, refused};
 use super::row_tables::{LostRows, Regrouped, exchange};
 use super::stopped::{Stopped, decode_all, state_mismatch};
-use crate::buckets::{self, Bucket, BucketSums, Cut};
+use crate::buckets::{self, BucketSums};
 use crate::failure::{Failure, call_user};
 use crate::half_model::HalfModel;
 use crate::machine::{CheckpointStore, Group};
 use crate::model::Model;
-use crate::optimizer::squares;
-use crate::session::{InvalidData, header};
-use crate::tensors::{HostState, Tensors, is_finite};
+use crate::session::header;
+use crate::tensors::{HostState, Tensors};
 use crate::update::{Update, UpdateRule};
 
 /// The optimizer's state on this worker.
@@ -57,47 +58,16 @@ pub(crate) struct ShardedOptimizer {
     scratch: Vec<f32>,
 }
 
-/// The sums of the step, as far as they are there.
-#[derive(Debug)]
-struct StepSums {
-    layout: ChunkLayout,
-    /// The ranks that need the sum of each chunk, first its owner.
-    receivers: Vec<Vec<usize>>,
-    /// Number of parameters of a bucket, which has whole chunks.
-    bucket_len: usize,
-    /// Of the chunks that this rank needs.
-    sums: BTreeMap<u32, Vec<f32>>,
-    /// Whether they are finite.
-    are_finite: bool,
-    /// Sums of the squares of the chunks whose sums this rank has seen, if the update needs the
-    /// norm of all.
-    squares: Option<Vec<f64>>,
-    /// The sum of a bucket, or what this rank gives to the sums of others.
-    bucket: Vec<f32>,
-    /// What others give to the sums of this rank.
-    given: Vec<f32>,
-}
-
 impl ShardedOptimizer {
     /// `bucket_len`: of the model, if it has buckets.
     pub(crate) fn new(chunks: Chunks, rule: &dyn UpdateRule, bucket_len: Option<usize>) -> Self {
         let layout = chunks.layout();
         let has_masters = layout.slots > rule.slots();
         let clips = rule.as_optimizer().is_some_and(|rule| rule.norm_limit().is_some());
-        let bucket_len = bucket_len.unwrap_or(BUCKET_LEN_MAX).min(BUCKET_LEN_MAX);
         Self {
             chunks,
             has_masters,
-            sums: StepSums {
-                layout,
-                receivers: Vec::new(),
-                bucket_len: bucket_len.max(1).next_multiple_of(layout.chunk_len),
-                sums: BTreeMap::new(),
-                are_finite: true,
-                squares: clips.then(|| vec![0.0; layout.chunks() as usize]),
-                bucket: Vec::new(),
-                given: Vec::new(),
-            },
+            sums: StepSums::new(layout, bucket_len, clips),
             peers: Peers::default(),
             is_gathered: false,
             counted: None,
@@ -108,7 +78,7 @@ impl ShardedOptimizer {
 
     /// Whether a sum of the step is not finite that this rank has staged.
     pub(super) fn has_nonfinite_sum(&self) -> bool {
-        !self.sums.are_finite
+        !self.sums.are_finite()
     }
 
     /// This worker's chunks.
@@ -151,14 +121,7 @@ impl ShardedOptimizer {
 
     /// The sums of the buckets that follow are those of a step.
     pub(super) fn begin_sums(&mut self) -> &mut impl BucketSums {
-        let StepSums { layout, receivers, sums, are_finite, .. } = &mut self.sums;
-        *are_finite = true;
-        *receivers = (0..layout.chunks()).map(|chunk| self.chunks.receivers(chunk)).collect();
-        let mut spare = mem::take(sums);
-        for chunk in (0..layout.chunks()).filter(|&chunk| self.chunks.needs_sum(chunk)) {
-            let zeros = || vec![0.0; layout.range(chunk).len()];
-            sums.insert(chunk, spare.remove(&chunk).unwrap_or_else(zeros));
-        }
+        self.sums.begin(&self.chunks);
         &mut self.sums
     }
 
@@ -178,8 +141,7 @@ impl ShardedOptimizer {
             let received = exchange(group, copies)?;
             self.chunks.receive_copies(&received)?;
         }
-        let norm = self.sums.norm(group)?;
-        self.chunks.stage(ChunkSums { sums: mem::take(&mut self.sums.sums), norm });
+        self.chunks.stage(self.sums.take(group)?);
         Ok(())
     }
 
@@ -215,7 +177,7 @@ impl ShardedOptimizer {
         });
         applied.map_err(Failure::local)?;
         match sums {
-            Some(ChunkSums { sums, .. }) => self.sums.sums = sums,
+            Some(sums) => self.sums.reuse(sums),
             None if generation.is_none() => {}
             None => {
                 let error = format!("step {} is committed, and its sums are not here", step + 1);
@@ -269,7 +231,8 @@ impl ShardedOptimizer {
                 continue;
             }
             let send: Vec<&[u8]> = for_ranks.iter().map(|p| bytemuck::cast_slice(p)).collect();
-            let mut receive = parts(scratch, of_ranks.iter().map(|ranges| len_of(ranges)));
+            let mut receive =
+                parts(scratch, of_ranks.iter().map(|r| r.iter().map(Range::len).sum()));
             group.exchange_into(&send, &mut receive)?;
             let mut rest = &*scratch;
             for range in of_ranks.iter().flatten() {
@@ -424,137 +387,6 @@ impl Replica for Rounded<'_> {
     }
 }
 
-impl BucketSums for StepSums {
-    fn cut(&self) -> Cut {
-        Cut::FromStart(self.bucket_len)
-    }
-
-    fn sum(
-        &mut self,
-        ring: &mut (impl Communicator + ?Sized),
-        header: &[u8],
-        (start, part): Bucket<'_>,
-    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        let chunks = self.layout.chunks_in(start..start + part.len());
-        if ring.sums_pairwise() {
-            return self.sum_at_owners(ring, header, (start, part), chunks);
-        }
-        self.bucket.resize(part.len(), 0.0);
-        let headers = if ring.world_size() > 1 {
-            ring.all_reduce(header, part, &mut self.bucket)?
-        } else {
-            self.bucket.copy_from_slice(part);
-            vec![header.to_vec()]
-        };
-        let bucket = mem::take(&mut self.bucket);
-        for chunk in chunks {
-            let range = self.layout.range(chunk);
-            self.keep(chunk, &bucket[range.start - start..range.end - start]);
-        }
-        self.bucket = bucket;
-        Ok(headers)
-    }
-}
-
-impl StepSums {
-    /// As [`sum`](BucketSums::sum), without what the all-reduce gives to ranks that don't need it:
-    /// the owner of each chunk sums it, and gives the sum to the other holders.
-    fn sum_at_owners(
-        &mut self,
-        ring: &mut (impl Communicator + ?Sized),
-        header: &[u8],
-        (start, part): Bucket<'_>,
-        chunks: Range<u32>,
-    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        let (world, me) = (ring.world_size(), ring.rank());
-        let mut of_owners: Vec<Vec<u32>> = vec![Vec::new(); world];
-        for chunk in chunks {
-            of_owners[self.receivers[chunk as usize][0]].push(chunk);
-        }
-        let layout = self.layout;
-        let len = |chunks: &[u32]| chunks.iter().map(|&chunk| layout.range(chunk).len()).sum();
-        let (mut bucket, mut given) = (mem::take(&mut self.bucket), mem::take(&mut self.given));
-        bucket.clear();
-        for &chunk in of_owners.iter().flatten() {
-            let range = layout.range(chunk);
-            bucket.extend_from_slice(&part[range.start - start..range.end - start]);
-        }
-        let (mut rest, mut src) = (&bucket[..], Vec::with_capacity(world));
-        for chunks in &of_owners {
-            let (of_owner, others) = rest.split_at(len(chunks));
-            src.push(of_owner);
-            rest = others;
-        }
-        let mut sums = vec![0.0; len(&of_owners[me])];
-        ring.reduce_scatter(&src, &mut sums, &mut given)?;
-        let mut for_ranks = vec![Vec::new(); world];
-        let mut rest = &sums[..];
-        for &chunk in &of_owners[me] {
-            let (sum, others) = rest.split_at(layout.range(chunk).len());
-            rest = others;
-            for &rank in self.receivers[chunk as usize].iter().filter(|&&rank| rank != me) {
-                for_ranks[rank].extend_from_slice(sum);
-            }
-            self.keep(chunk, sum);
-        }
-        of_owners[me].clear();
-        for chunks in &mut of_owners {
-            chunks.retain(|&chunk| self.receivers[chunk as usize].contains(&me));
-        }
-        let send: Vec<&[u8]> = for_ranks.iter().map(|sums| bytemuck::cast_slice(sums)).collect();
-        given.resize(of_owners.iter().map(|chunks| len(chunks)).sum(), 0.0);
-        let mut receive = parts(&mut given, of_owners.iter().map(|chunks| len(chunks)));
-        ring.exchange_into(&send, &mut receive)?;
-        let mut rest = &given[..];
-        for &chunk in of_owners.iter().flatten() {
-            let (sum, others) = rest.split_at(layout.range(chunk).len());
-            rest = others;
-            self.keep(chunk, sum);
-        }
-        (self.bucket, self.given) = (bucket, given);
-        ring.all_gather(header)
-    }
-
-    /// Keeps what this rank needs of the sum of a chunk.
-    fn keep(&mut self, chunk: u32, sum: &[f32]) {
-        if let Some(into) = self.sums.get_mut(&chunk) {
-            into.copy_from_slice(sum);
-            self.are_finite &= is_finite(sum);
-        }
-        if let Some(of_chunks) = &mut self.squares {
-            of_chunks[chunk as usize] = squares(sum);
-        }
-    }
-
-    /// Euclidean norm of the sum of all chunks, if the update needs it.
-    fn norm(&mut self, group: &mut dyn Group) -> Result<Option<f64>, Stopped> {
-        let Some(squares) = &mut self.squares else { return Ok(None) };
-        if group.sums_pairwise() {
-            let all: Vec<Vec<f64>> = decode_all(group.all_gather(&header::encode(&*squares))?)?;
-            for (chunk, receivers) in self.receivers.iter().enumerate() {
-                let of_owner = all[receivers[0]].get(chunk);
-                squares[chunk] = *of_owner.ok_or(InvalidData("the squares of a gradient"))?;
-            }
-        }
-        Ok(Some(squares.iter().sum::<f64>().sqrt()))
-    }
-}
-
-/// Cuts the beginning of `memory` into parts of these lengths.
-fn parts<T: bytemuck::Pod>(
-    mut memory: &mut [T],
-    lens: impl Iterator<Item = usize>,
-) -> Vec<&mut [u8]> {
-    let part =
-        |len| bytemuck::cast_slice_mut(memory.split_off_mut(..len).expect("it has all parts"));
-    lens.map(part).collect()
-}
-
-/// Number of parameters in these ranges.
-fn len_of(ranges: &[Range<usize>]) -> usize {
-    ranges.iter().map(Range::len).sum()
-}
-
 impl<M: Model> Trainer<'_, M> {
     /// As [`step`](Self::step), with a sharded optimizer: each rank stages what it needs of the
     /// sum, and gives its header then.
@@ -668,9 +500,6 @@ impl<M: Model> Trainer<'_, M> {
         }
     }
 }
-
-/// Number of parameters of a bucket, at most, unless a chunk has more: 16 MiB.
-const BUCKET_LEN_MAX: usize = 4 << 20;
 
 /// Number of parameters that are exchanged at a time, unless a chunk has more: 16 MiB.
 const GATHERED_LEN_MAX: usize = 4 << 20;
