@@ -166,7 +166,8 @@ impl<S> Group<S> {
     /// The ranks that hold `shard` after the next commit, or before it.
     fn receivers(&self, shard: u32) -> Vec<usize> {
         let copies = self.copies.iter().filter(|copy| copy.shard == shard).map(|copy| copy.to);
-        self.holders(shard).chain(copies.map(|worker| self.rank(worker))).collect()
+        let holders = self.holders(shard);
+        holders.chain(copies.map(|worker| self.rank(worker))).collect()
     }
 }
 
