@@ -18,6 +18,7 @@
 pub mod anchor;
 pub mod client;
 pub(crate) mod events;
+pub mod existing;
 pub(crate) mod file_list;
 pub mod gang;
 pub mod leader_lease;

@@ -76,7 +76,7 @@ async fn create_job(cluster: &Cluster, name: &str, job: &Job) -> Result<Job, Clu
     let jobs: Api<Job> = cluster.api();
     let create = async || jobs.create(&PostParams::default(), job).await;
     let mut created = create().await;
-    if matches!(&created, Err(error) if is_code(error, 409)) && was_refused(cluster, name).await {
+    if matches!(&created, Err(error) if is_code(error, 409)) && is_refused(cluster, name).await {
         say(&format!("the job {name} that was refused before is deleted: it has trained nothing"));
         delete(cluster, name).await?;
         created = create().await;
@@ -88,13 +88,18 @@ async fn create_job(cluster: &Cluster, name: &str, job: &Job) -> Result<Job, Clu
     }
 }
 
-/// Whether the job of this name has ended without a step, because its input was refused.
-async fn was_refused(cluster: &Cluster, name: &str) -> bool {
+/// Whether the input of the job of this name was refused.
+async fn is_refused(cluster: &Cluster, name: &str) -> bool {
     let anchors: Api<ConfigMap> = cluster.api();
     let anchor = anchors.get_opt(name).await.ok().flatten();
-    let summary = anchor.and_then(|anchor| anchor.data?.remove(anchor::SUMMARY));
+    anchor.and_then(|anchor| anchor.data).is_some_and(|data| was_refused(&data))
+}
+
+/// Whether a job with this anchor has ended without a step, because its input was refused.
+pub(super) fn was_refused(data: &anchor::Data) -> bool {
     // Another release may have written it.
-    let summary: Value = serde_json::from_str(&summary.unwrap_or_default()).unwrap_or_default();
+    let summary = data.get(anchor::SUMMARY).map(|text| serde_json::from_str(text));
+    let summary: Value = summary.and_then(Result::ok).unwrap_or_default();
     summary["state"] == "refused" && summary["steps"] == 0
 }
 

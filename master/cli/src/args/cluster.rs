@@ -36,6 +36,12 @@ pub(crate) struct ClusterOptions {
     #[arg(long, value_name = "NAME", value_parser = options::parse_object_name)]
     pub(crate) worker_service_account: Option<String>,
 
+    /// Exit with 0 if there is a job of this name already, whether it runs or has ended.
+    ///
+    /// Its state, and each option in which it differs, are printed.
+    #[arg(long, requires = "job_name")]
+    pub(crate) if_not_exists: bool,
+
     /// Create a service account for the master with rights on its own objects, instead of using
     /// --service-account; needs the rights in manifests/rbac-per-job.yaml.
     #[arg(long, conflicts_with = "service_account")]

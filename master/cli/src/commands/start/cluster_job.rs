@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 use elasticdl_master::certificates::{Certificates, YEARS};
 use elasticdl_master::job::{JobSpec, Work};
-use elasticdl_master::kube::client::{API_SERVER_PORTS, Cluster};
+use elasticdl_master::kube::client::{API_SERVER_PORTS, Cluster, ClusterError};
+use elasticdl_master::kube::existing::ExistingJob;
 use elasticdl_master::kube::gang::{GangOptions, GangScheduler};
 use elasticdl_master::kube::objects::{self, Credentials, Objects, Request, Task};
 use elasticdl_master::kube::options::{Mounted, PodOptions, PodTemplate};
@@ -20,14 +21,15 @@ use super::request::{StartRequest, default_name, nccl_warning};
 use crate::args::ClusterOptions;
 use crate::backend::{self, FollowOutput};
 use crate::process::{
-    EXIT_INTERRUPTED, Failure, cannot, new_runtime, print, print_line, print_warning, read_text,
+    EXIT_INTERRUPTED, EXIT_OK, Failure, cannot, new_runtime, print, print_line, print_warning,
+    read_text,
 };
 
 /// Submits a job and follows it. Returns the exit code.
 pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
     let runtime = new_runtime()?;
     asked.check_summary()?;
-    let mut pods = pod_options(&asked.cluster, image)?;
+    let pods = pod_options(&asked.cluster, image)?;
     let target = &asked.cluster.target;
     if asked.job.dry_run {
         let namespace = match &target.namespace {
@@ -44,30 +46,26 @@ pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
     }
     runtime.block_on(async {
         let cluster = Cluster::connect(&target.choice()).await?;
-        pods.api_server_ports = cluster.api_server_ports();
-        pods.cluster_assigns_ids = cluster.assigns_user_ids().await;
-        let mut request = request(asked, pods, cluster.namespace.clone())?;
-        if let Some(gang) = &mut request.task.gang {
-            schedulers::detect(&cluster, gang).await?;
-        }
-        let objects =
-            Objects::new(&request, draw(&request)?).map_err(|e| Failure::usage(e.to_string()))?;
-        let job = &request.task.job;
-        if job.work.trains() && job.checkpoints.is_none() {
-            print_warning(
-                "no checkpoints are written: if all workers are lost, the trained state is lost \
-                 too; --checkpoint-dir enables them",
-            );
-        }
-        if let Some(warning) = nccl_warning(&asked.cluster, job) {
-            print_warning(&warning);
-        }
+        let (request, objects) = prepare(asked, pods, &cluster).await?;
         let name = &request.task.job.name;
         let namespace = &cluster.namespace;
+        let if_not_exists = asked.cluster.if_not_exists.then(|| objects.clone());
+        if let Some(objects) = &if_not_exists
+            && let Some(existing) = ExistingJob::find(&cluster, name, objects).await?
+        {
+            return Ok(report(&existing, name, namespace));
+        }
+        warn(asked, &request);
         let mut interrupts = signal(SignalKind::interrupt()).map_err(cannot("handle signals"))?;
         let submitting = submit::submit(&cluster, &request, objects);
         let (submitted, is_interrupted) =
             finish(submitting, &mut interrupts, name, namespace).await?;
+        // Another command was faster.
+        if let (Err(ClusterError::Exists(_)), Some(objects)) = (&submitted, &if_not_exists)
+            && let Some(existing) = ExistingJob::find(&cluster, name, objects).await?
+        {
+            return Ok(report(&existing, name, namespace));
+        }
         if let Some(why) = submitted? {
             print_warning(&format!("the master waits: {why}"));
         }
@@ -90,6 +88,49 @@ pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
         let output = FollowOutput { console, summary: asked.output.summary.clone() };
         backend::follow(&cluster, name, output).await
     })
+}
+
+/// Builds the request of a job and its objects, as this cluster needs them.
+pub(super) async fn prepare(
+    asked: &StartRequest,
+    mut pods: PodOptions,
+    cluster: &Cluster,
+) -> Result<(Request, Objects), Failure> {
+    pods.api_server_ports = cluster.api_server_ports();
+    pods.cluster_assigns_ids = cluster.assigns_user_ids().await;
+    let mut request = request(asked, pods, cluster.namespace.clone())?;
+    if let Some(gang) = &mut request.task.gang {
+        schedulers::detect(cluster, gang).await?;
+    }
+    let objects =
+        Objects::new(&request, draw(&request)?).map_err(|e| Failure::usage(e.to_string()))?;
+    Ok((request, objects))
+}
+
+/// Warns of what users may not expect of a job.
+pub(super) fn warn(asked: &StartRequest, request: &Request) {
+    let job = &request.task.job;
+    if job.work.trains() && job.checkpoints.is_none() {
+        print_warning(
+            "no checkpoints are written: if all workers are lost, the trained state is lost too; \
+             --checkpoint-dir enables them",
+        );
+    }
+    if let Some(warning) = nccl_warning(&asked.cluster, job) {
+        print_warning(&warning);
+    }
+}
+
+/// Says that a job exists, and how it differs. Returns the exit code.
+fn report(existing: &ExistingJob, name: &str, namespace: &str) -> u8 {
+    let state = existing.ended().map_or_else(|| "runs".into(), |state| format!("has {state}"));
+    print_line(&format!(
+        "a job {name} exists already in the namespace {namespace} and {state}: nothing is submitted"
+    ));
+    for difference in &existing.differences {
+        print_warning(&format!("it is not as asked for: {difference}"));
+    }
+    EXIT_OK
 }
 
 /// Completes the submission of a job: half of its objects would be of no use. Returns its result,
@@ -291,7 +332,7 @@ fn tensorboard_dir(wanted: Option<&Path>, pods: &PodOptions) -> Result<Option<Pa
     }
 }
 
-fn pod_options(options: &ClusterOptions, image: &str) -> Result<PodOptions, Failure> {
+pub(super) fn pod_options(options: &ClusterOptions, image: &str) -> Result<PodOptions, Failure> {
     let mut names = BTreeSet::new();
     if let Some((name, _)) = options.env.iter().find(|(name, _)| !names.insert(name)) {
         return Err(Failure::usage(format!("--env {name} is given twice; give it once")));
