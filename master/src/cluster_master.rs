@@ -30,6 +30,7 @@ use crate::exit::{EXIT_FENCED, EXIT_TERMINATED, EXIT_UNAUTHORIZED, Failure, cann
 use crate::kube::anchor::Anchor;
 use crate::kube::client::{Cluster, ClusterChoice};
 use crate::kube::leader_lease::{Holder, LeaderLease, LeaseLoss};
+use crate::kube::objects;
 use crate::kube::persisted_job::PersistedWatch;
 use crate::kube::succession::{self, NextMaster};
 use crate::progress::Progress;
@@ -50,6 +51,11 @@ pub struct ClusterMaster {
 }
 
 impl ClusterMaster {
+    /// Name of the Job that runs the master.
+    fn master_name(&self) -> String {
+        objects::master_name(&self.job_name)
+    }
+
     /// Runs the master to the end of the job, and shows the job in `progress`. Returns the exit
     /// code.
     ///

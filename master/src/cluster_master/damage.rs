@@ -13,7 +13,7 @@ use tracing::{error, warn};
 use crate::kube::anchor::{Anchor, AnchorWriter, Data};
 use crate::kube::client::Cluster;
 use crate::kube::events::EventRecorder;
-use crate::kube::succession;
+use crate::kube::{objects, succession};
 
 /// Consecutive masters that have found the same.
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -35,7 +35,7 @@ pub(super) async fn count(cluster: &Cluster, anchor: &Anchor, job: &str, text: &
         error!(message, "the Job fails");
         let recorder = EventRecorder::start(cluster, &read.metadata);
         recorder.record("MasterFailed", message);
-        succession::stop_replacements(cluster, job, true).await;
+        succession::stop_replacements(cluster, &objects::master_name(job), true).await;
         // The Event is recorded concurrently, while there is a recorder.
         tokio::time::sleep(EVENT_TIME).await;
         return drop(recorder);

@@ -79,7 +79,7 @@ impl Leader<'_> {
             Err(failure) => failure.code == EXIT_USAGE,
         };
         if has_failed {
-            succession::stop_replacements(self.cluster, &self.args.job_name, led).await;
+            succession::stop_replacements(self.cluster, &self.args.master_name(), led).await;
         }
         if let Err(Failure { code: EXIT_DAMAGED, text }) = &code {
             damage::count(self.cluster, self.anchor, &self.args.job_name, text).await;
@@ -201,7 +201,7 @@ impl Leader<'_> {
         let writer = writer.await.map_err(not_written)?;
         let name = Data::from([(MASTER.into(), self.args.pod.pod.clone())]);
         writer.write(&name).await.map_err(not_written)?;
-        succession::raise_backoff_limit(self.cluster, &self.args.job_name).await;
+        succession::raise_backoff_limit(self.cluster, &self.args.master_name()).await;
         Ok(writer)
     }
 

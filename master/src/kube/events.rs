@@ -278,7 +278,7 @@ const WARNING_AGE_MAX_S: i64 = 300;
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 const LIST_MAX: u32 = 500;
 /// Limit of the server, in characters.
-const MESSAGE_MAX: usize = 1000;
+pub(super) const MESSAGE_MAX: usize = 1000;
 const REFILL: Duration = Duration::from_secs(15);
 const REPORTS_MAX: usize = 256;
 /// Reasons of users' requests end with it; they are of type `Normal`.

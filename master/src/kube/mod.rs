@@ -17,6 +17,7 @@
 
 pub mod anchor;
 pub mod client;
+pub mod declaration;
 pub(crate) mod events;
 pub mod existing;
 pub(crate) mod file_list;

@@ -193,21 +193,21 @@ fn successor(job: &Job, anchor: &ObjectMeta, selector: &str) -> Option<Pod> {
     Some(Pod { metadata, spec: Some(spec), status: None })
 }
 
-/// Raises the Job's back-off limit: once a master leads the job, no number of lost masters makes
-/// the Job fail.
-pub(crate) async fn raise_backoff_limit(cluster: &Cluster, name: &str) {
-    if let Err(error) = limit(cluster, name, BACKOFF_LIMIT).await {
+/// Raises the back-off limit of the Job `job`: once a master leads the training job, no number of
+/// lost masters makes the Job fail.
+pub(crate) async fn raise_backoff_limit(cluster: &Cluster, job: &str) {
+    if let Err(error) = limit(cluster, job, BACKOFF_LIMIT).await {
         warn!(%error, "lost masters count against the Job's backoffLimit");
     }
 }
 
-/// Lowers the Job's back-off limit, so that the Job fails with this master's exit and creates no
-/// other. `led`: this master has led the job to its failure; otherwise an earlier master has, and
-/// the Job may fail at once.
-pub(crate) async fn stop_replacements(cluster: &Cluster, name: &str, led: bool) {
+/// Lowers the back-off limit of the Job `job`, so that it fails with this master's exit and creates
+/// no other. `led`: this master has led the training job to its failure; otherwise an earlier one
+/// has, and the Job may fail at once.
+pub(crate) async fn stop_replacements(cluster: &Cluster, job: &str, led: bool) {
     let start = Instant::now();
     loop {
-        let error = match try_stop_replacements(cluster, name, led).await {
+        let error = match try_stop_replacements(cluster, job, led).await {
             Ok(()) => return,
             Err(error) => error,
         };
@@ -226,38 +226,39 @@ pub(crate) async fn stop_replacements(cluster: &Cluster, name: &str, led: bool) 
 /// can start without them. A Job that is deleted too is left alone.
 pub(crate) async fn fail_without_anchor(cluster: &Cluster, name: &str) {
     let jobs: Api<Job> = cluster.api();
-    let job = jobs.get_opt(&objects::master_name(name)).await;
+    let master = objects::master_name(name);
+    let job = jobs.get_opt(&master).await;
     if matches!(&job, Ok(Some(job)) if job.metadata.deletion_timestamp.is_none()) {
         warn!(
             "the job's ConfigMap was deleted without its Job: the Job fails; delete it with \
              `elasticdl delete {name}`"
         );
-        stop_replacements(cluster, name, true).await;
+        stop_replacements(cluster, &master, true).await;
     }
 }
 
 async fn try_stop_replacements(
     cluster: &Cluster,
-    name: &str,
+    job: &str,
     led: bool,
 ) -> Result<(), ClusterError> {
     let failed = if led {
         let jobs: Api<Job> = cluster.api();
-        let job = jobs.get(&objects::master_name(name)).await;
-        let job = job.map_err(|error| cluster.explain("read the master's Job", error))?;
+        let found = jobs.get(job).await;
+        let found = found.map_err(|error| cluster.explain("read the Job", error))?;
         // A limit below the number of failed pods would end this pod at once, and its log with
         // it.
-        job.status.and_then(|status| status.failed).unwrap_or(0)
+        found.status.and_then(|status| status.failed).unwrap_or(0)
     } else {
         0
     };
-    limit(cluster, name, failed).await
+    limit(cluster, job, failed).await
 }
 
-async fn limit(cluster: &Cluster, name: &str, limit: i32) -> Result<(), ClusterError> {
+async fn limit(cluster: &Cluster, job: &str, limit: i32) -> Result<(), ClusterError> {
     let jobs: Api<Job> = cluster.api();
     let patch = Patch::Merge(json!({"spec": {"backoffLimit": limit}}));
-    let patched = jobs.patch(&objects::master_name(name), &PatchParams::default(), &patch).await;
+    let patched = jobs.patch(job, &PatchParams::default(), &patch).await;
     patched.map(drop).map_err(|error| cluster.explain("set the Job's backoffLimit", error))
 }
 
@@ -419,11 +420,11 @@ mod tests {
         fake.put("jobs", "j-master", job(&json!({"backoffLimit": 6}), &json!({"failed": 4})));
         let limit =
             || fake.state().object("jobs", "j-master").unwrap()["spec"]["backoffLimit"].clone();
-        raise_backoff_limit(&cluster, "j").await;
+        raise_backoff_limit(&cluster, "j-master").await;
         assert_eq!(limit(), 1_000_000);
-        stop_replacements(&cluster, "j", true).await;
+        stop_replacements(&cluster, "j-master", true).await;
         assert_eq!(limit(), 4);
-        stop_replacements(&cluster, "j", false).await;
+        stop_replacements(&cluster, "j-master", false).await;
         assert_eq!(limit(), 0);
     }
 

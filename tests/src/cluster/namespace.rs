@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use elasticdl_proto::{Status, Summary};
@@ -124,6 +124,24 @@ impl Namespace {
         elasticdl
     }
 
+    /// Runs `kubectl diff` in the namespace: it succeeds if applying the manifest changes nothing.
+    ///
+    /// # Panics
+    /// kubectl does not start.
+    #[must_use]
+    pub fn diff(&self, manifest: &str) -> Output {
+        let file = NamedTempFile::new().expect("there is room for a file");
+        fs::write(file.path(), manifest).expect("there is room for a file");
+        let diff = ["--namespace", &self.name, "diff", "-f"];
+        kubectl().args(diff).arg(file.path()).output().expect("kubectl starts")
+    }
+
+    /// The volume with the files that end the delay per record of jobs, as `--volume` has it.
+    #[must_use]
+    pub fn signs(&self) -> String {
+        format!("host_path={},mount_path=/signs,read_only=true", self.signs.path().display())
+    }
+
     /// The image with the command and the model under test.
     #[must_use]
     pub fn image(&self) -> &str {
@@ -156,8 +174,7 @@ impl Namespace {
         options: &[&str],
         program: &[&str],
     ) -> Command {
-        let signs =
-            format!("host_path={},mount_path=/signs,read_only=true", self.signs.path().display());
+        let signs = self.signs();
         let mut command = self.elasticdl(command, ["--job-name", job]);
         command.args([data, "/data", "--volume", &signs]);
         // Small, so that many jobs fit on one small node, which may be busy otherwise for seconds.

@@ -8,6 +8,7 @@
 #![allow(clippy::print_stdout, reason = "figures of the cluster")]
 
 mod admission;
+mod declared;
 mod images;
 mod limits;
 mod masters;
@@ -45,6 +46,7 @@ fn main() -> ExitCode {
         masters::TESTS,
         storage::TESTS,
         pods::TESTS,
+        declared::TESTS,
         limits::TESTS,
         security::TESTS,
         images::TESTS,

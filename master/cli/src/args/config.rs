@@ -41,22 +41,23 @@ impl Arguments {
         };
         let table = read_table(Path::new(file))?;
         let refuse = |why: String| Failure::usage(format!("--config {}: {why}", file.display()));
-        let mut options = Options { command, own, words: Vec::new(), keys: Vec::new() };
-        let mut program = program.to_vec();
-        for (key, value) in table {
-            if key == PROGRAM {
-                let words = strings(&key, value).map_err(refuse)?;
-                if program.is_empty() {
-                    program.push("--".into());
-                    program.extend(words.into_iter().map(OsString::from));
-                }
-            } else {
-                options.add(key, value).map_err(refuse)?;
-            }
-        }
+        let (options, program) =
+            Options::collect(command, own, program.to_vec(), table).map_err(refuse)?;
         let before = own[..at].iter().cloned().chain(options.words);
         let all = before.chain(own[at + words..].iter().cloned()).chain(program).collect();
         Ok(Self { all, from_file: Some((file.display().to_string(), options.keys)) })
+    }
+
+    /// The arguments of `command` that stand for `table`, the options that `origin` has.
+    ///
+    /// # Errors
+    /// They are not options.
+    pub(crate) fn of_table(command: &Command, origin: &str, table: Table) -> Result<Self, Failure> {
+        let (options, program) = Options::collect(command, &[], Vec::new(), table)
+            .map_err(|why| Failure::usage(format!("{origin}: {why}")))?;
+        let start = ["elasticdl", command.get_name()].map(OsString::from);
+        let all = start.into_iter().chain(options.words).chain(program).collect();
+        Ok(Self { all, from_file: Some((origin.into(), options.keys)) })
     }
 
     fn of(all: Vec<OsString>) -> Self {
@@ -81,7 +82,29 @@ struct Options<'a> {
     keys: Vec<String>,
 }
 
-impl Options<'_> {
+impl<'a> Options<'a> {
+    /// Collects the options of `table`, and its program if the command line has none, after `--`.
+    fn collect(
+        command: &'a Command,
+        own: &'a [OsString],
+        mut program: Vec<OsString>,
+        table: Table,
+    ) -> Result<(Self, Vec<OsString>), String> {
+        let mut options = Self { command, own, words: Vec::new(), keys: Vec::new() };
+        for (key, value) in table {
+            if key == PROGRAM {
+                let words = strings(&key, value)?;
+                if program.is_empty() {
+                    program.push("--".into());
+                    program.extend(words.into_iter().map(OsString::from));
+                }
+            } else {
+                options.add(key, value)?;
+            }
+        }
+        Ok((options, program))
+    }
+
     fn add(&mut self, key: String, value: Value) -> Result<(), String> {
         let Some(arg) = option(self.command, &key).filter(|_| !NOT_IN_FILE.contains(&&*key)) else {
             return Err(self.unknown(&key));

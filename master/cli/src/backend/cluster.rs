@@ -7,6 +7,7 @@ use std::fmt::Display;
 use std::time::{Duration, SystemTime};
 
 use elasticdl_master::cluster_page;
+use elasticdl_master::job::JobSpec;
 use elasticdl_master::kube::anchor::{
     Anchor, CHECKPOINT, Data, DesiredState, NUM_WORKERS, STATUS, STOP, STOP_AT_ONCE, SUMMARY,
     SUSPEND,
@@ -209,11 +210,8 @@ impl JobHandle for ClusterHandle {
         let data = self.data()?;
         self.check_running(&data)?;
         let spec = task(&data)?.job;
-        if suspend && spec.work.trains() && spec.checkpoints.is_none() {
-            return Err(Failure::usage(
-                "this job writes no checkpoints, so its state would be lost: it was started \
-                 without --checkpoint-dir",
-            ));
+        if suspend {
+            check_suspendable(&spec)?;
         }
         let desired = DesiredState::read(&data);
         if suspend && desired.stop.is_some() {
@@ -280,6 +278,17 @@ impl JobHandle for ClusterHandle {
         let copied = logs::copy(&self.cluster, &self.anchor, &self.name, source, follow, write);
         Ok(self.runtime.block_on(copied)?)
     }
+}
+
+/// Checks that a job would not lose its state if it were suspended.
+pub(crate) fn check_suspendable(spec: &JobSpec) -> Result<(), Failure> {
+    if spec.work.trains() && spec.checkpoints.is_none() {
+        return Err(Failure::usage(
+            "this job writes no checkpoints, so its state would be lost: it was started without \
+             --checkpoint-dir",
+        ));
+    }
+    Ok(())
 }
 
 /// The task of the job with this anchor.

@@ -7,7 +7,7 @@ mod list;
 mod local;
 mod lookup;
 
-pub(super) use cluster::{FollowOutput, detach, follow};
+pub(super) use cluster::{FollowOutput, check_suspendable, detach, follow};
 pub(super) use handle::{JobLog, WatchOptions};
 pub(super) use list::{cluster_jobs, local_jobs};
 pub(super) use lookup::{NamedJob, find};

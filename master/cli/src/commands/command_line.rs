@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use clap::{ArgMatches, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
+use toml::Table;
 
 use super::checkpoint::{self, CheckpointArgs};
 use super::completions::{self, CompletionsArgs};
@@ -18,6 +19,7 @@ use super::master::{self, MasterArgs};
 use super::predict::{self, PredictArgs};
 use super::report::{self, ReportArgs};
 use super::scale::{self, ScaleArgs};
+use super::start::{self, StartRequest};
 use super::status::{self, StatusArgs};
 use super::stop::{self, StopArgs};
 use super::suspend;
@@ -61,6 +63,9 @@ pub(crate) enum Command {
     /// scale and stop the job. The master of a local job serves it on 127.0.0.1. The link contains
     /// a key: anyone with the link can watch and control the job.
     Dashboard(DashboardArgs),
+    /// Carry out the job that a Job of `batch/v1` declares. The Job's pod runs this command.
+    #[command(hide = true)]
+    Declare,
     /// Delete a job: its objects and pods in a cluster, or the files that it wrote to its
     /// directory.
     Delete(DeleteArgs),
@@ -151,6 +156,7 @@ fn run() -> Result<u8, Failure> {
         Command::Completions(args) => completions::completions(&args, Cli::command()),
         Command::Convert(args) => convert::convert(&args),
         Command::Dashboard(args) => dashboard::dashboard(&args),
+        Command::Declare => start::declare(read_start),
         Command::Delete(args) => delete::delete(&args),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::Evaluate(args) => evaluate::evaluate(*args),
@@ -170,6 +176,26 @@ fn run() -> Result<u8, Failure> {
     }
 }
 
+/// The job that `elasticdl train` would start with the options that `origin` has.
+fn read_start(origin: &str, table: Table) -> Result<StartRequest, Failure> {
+    let mut cli = Cli::command();
+    cli.build();
+    let train = cli.find_subcommand(TRAIN).expect("it is a command");
+    let arguments = Arguments::of_table(train, origin, table)?;
+    let parsed = Cli::try_parse_from(&arguments.all).map(|cli| cli.command);
+    match parsed {
+        Ok(Command::Train(args)) => Ok((*args).into()),
+        Ok(other) => unreachable!("{TRAIN} is another command: {other:?}"),
+        Err(error) => {
+            let text = error.to_string();
+            let what = text.trim_start_matches("error: ").split("\n\n").next();
+            Err(Failure::usage(format!("{origin}: {}", what.unwrap_or_default())))
+        }
+    }
+}
+
+const TRAIN: &str = "train";
+
 /// Whether `--print-config` is given to a command that has it.
 fn prints_config(matches: &ArgMatches) -> bool {
     matches!(matches.try_get_one::<bool>(PRINT_CONFIG), Ok(Some(true)))
@@ -177,7 +203,7 @@ fn prints_config(matches: &ArgMatches) -> bool {
 
 /// The job that `line`, without the program's name, would start.
 #[cfg(test)]
-pub(super) fn parse_start(line: &str) -> Result<super::start::StartRequest, String> {
+pub(super) fn parse_start(line: &str) -> Result<StartRequest, String> {
     let words = std::iter::once("elasticdl").chain(line.split_whitespace());
     match Cli::try_parse_from(words).map_err(|e| e.to_string())?.command {
         Command::Train(args) => Ok((*args).into()),

@@ -2,6 +2,7 @@
 
 mod background;
 mod cluster_job;
+mod declared;
 mod dry_run;
 mod local_job;
 mod local_master;
@@ -10,6 +11,7 @@ mod request;
 
 use std::path::Path;
 
+pub(super) use declared::declare;
 pub(super) use local_job::find_program;
 pub(super) use request::{StartRequest, WorkOptions};
 

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use elasticdl_master::kube::declaration::OPTIONS;
 use elasticdl_master::kube::gang::GangScheduler;
 use elasticdl_master::kube::submit::MASTER_RULES;
 use serde_json::Value;
@@ -63,6 +64,41 @@ fn check_golden(name: &str, made: &str) {
         "{}: run this test with ELASTICDL_BLESS=1 and check the difference",
         path.display()
     );
+}
+
+/// The options are what `elasticdl declare` submits; the pod meets the Pod Security Standard
+/// `restricted`.
+#[test]
+fn the_declared_job_has_valid_options_and_may_run_where_pods_are_restricted() {
+    let text = std::fs::read_to_string(manifest("example/declared.yaml")).unwrap();
+    let job: Value = serde_saphyr::from_str(&text).unwrap();
+    let options = job["metadata"]["annotations"][OPTIONS].as_str().unwrap();
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), options).unwrap();
+    let pod = &job["spec"]["template"]["spec"];
+    let container = &pod["containers"][0];
+    let output = Command::new(env!("CARGO_BIN_EXE_elasticdl"))
+        .args(["train", "--dry-run", "--image", container["image"].as_str().unwrap()])
+        .args(["--job-name", job["metadata"]["name"].as_str().unwrap(), "--config"])
+        .arg(file.path())
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(container["command"], serde_json::json!(["elasticdl", "declare"]));
+    let expected = serde_json::json!({
+        "runAsNonRoot": true, "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"},
+    });
+    assert_eq!(pod["securityContext"], expected);
+    let expected = serde_json::json!({
+        "allowPrivilegeEscalation": false, "capabilities": {"drop": ["ALL"]},
+    });
+    assert_eq!(container["securityContext"], expected);
+    let rights = std::fs::read_to_string(manifest("rbac-declared.yaml")).unwrap();
+    let rights: Vec<Value> = serde_saphyr::from_multiple(&rights).unwrap();
+    assert_eq!(pod["serviceAccountName"], rights[0]["metadata"]["name"]);
+    for binding in rights.iter().filter(|object| object["kind"] == "RoleBinding") {
+        assert_eq!(binding["subjects"][0]["name"], rights[0]["metadata"]["name"]);
+    }
 }
 
 #[test]
