@@ -121,6 +121,19 @@ impl Network {
         self.rule("del", from, to);
     }
 
+    /// Drops all packets from `host` from now on, and all to it unless it is `half_open`.
+    ///
+    /// # Panics
+    /// The routes can't be changed.
+    pub fn switch_off(&self, host: u8, half_open: bool) {
+        let directions = if half_open { &["from"][..] } else { &["to", "from"] };
+        for direction in directions {
+            let (hub, address) = (self.namespace("hub"), self.address(host));
+            let rule = format!("-n {hub} rule add {direction} {address} blackhole");
+            ip(&rule).expect("rules can be made where namespaces can");
+        }
+    }
+
     fn rule(&self, verb: &str, from: u8, to: u8) {
         let (from, to) = (self.address(from), self.address(to));
         let rule =

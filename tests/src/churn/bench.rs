@@ -15,7 +15,7 @@ use rand::seq::IteratorRandom;
 use rustix::process::Signal;
 
 use super::event_log::{EventLogs, now};
-use crate::{Command, Running, counting_data, is_alive, send};
+use crate::{Command, Network, Running, counting_data, is_alive, send};
 
 /// A job that is to be disturbed.
 #[derive(Clone, Debug)]
@@ -46,6 +46,8 @@ pub struct Bench {
     /// Steps between two events.
     rest_steps: u64,
     rng: ChaCha8Rng,
+    /// Hosts of the workers, if each has its own.
+    network: Option<Network>,
 }
 
 /// A job that has ended.
@@ -61,16 +63,30 @@ pub struct DisturbedEnded {
 
 impl Bench {
     /// Starts the job in `folder` and waits until all its workers contribute to its steps.
+    /// `launches`: each launch is on a host of its own, and there are so many.
     ///
     /// # Errors
-    /// As for [`settle`](Self::settle), or files can't be written.
-    pub fn start(disturbed: &DisturbedJob, folder: &Path) -> Result<Self, Box<dyn Error>> {
+    /// As for [`settle`](Self::settle), files can't be written, or there are too many launches.
+    ///
+    /// # Panics
+    /// There can't be hosts on this machine: see [`Network::new`].
+    pub fn start(
+        disturbed: &DisturbedJob,
+        folder: &Path,
+        launches: Option<u32>,
+    ) -> Result<Self, Box<dyn Error>> {
+        let hosts = launches.map(|launches| u8::try_from(launches + 1)).transpose();
+        let hosts = hosts.map_err(|_| "there are at most 254 hosts: cause fewer events")?;
+        let network = hosts.map(Network::new);
         let data = folder.join("data");
         counting_data(&data, disturbed.records, 1)?;
         let logs = EventLogs::create(folder.join("event-logs"))?;
         let this = std::env::current_exe()?;
         let of_logs = ["--event-logs".into(), logs.folder.clone().into_os_string()];
-        let program = [&[this.clone().into_os_string()], &disturbed.program[..], &of_logs].concat();
+        let script = network.as_ref().map(Network::on_the_launchs_host);
+        let script = script.iter().flat_map(|script| ["/bin/sh", "-c", script, "sh"]);
+        let mut program: Vec<OsString> = script.map(Into::into).collect();
+        program.extend([&[this.clone().into()], &disturbed.program[..], &of_logs].concat());
         let workers = disturbed.workers;
         let mut job = Command::new(&this, folder.join("job"), program)
             .option("training-data", data)
@@ -84,9 +100,12 @@ impl Bench {
             job = job.option(name, value);
         }
         job = disturbed.flags.iter().fold(job, |job, name| job.flag(name));
+        if let Some(network) = &network {
+            job = job.started_by(network.on(0)).option("listen", network.address(0));
+        }
         let (job, rng) = (job.start(), ChaCha8Rng::seed_from_u64(7));
         let rest_steps = disturbed.rest_steps;
-        let mut bench = Self { job, logs, workers: workers as usize, rest_steps, rng };
+        let mut bench = Self { job, logs, workers: workers as usize, rest_steps, rng, network };
         bench.wait_whole()?;
         while bench.step() < disturbed.first_steps {
             let step = bench.step();
@@ -141,19 +160,46 @@ impl Bench {
         self.wait_for("a joiner", |bench| bench.logs.living().any(|log| log.is_new(at)))
     }
 
-    /// Sends a signal to one of the members, but never to the last one that has the state.
+    /// Sends a signal to one of the members, but never to the last one that has the state. Returns
+    /// its process.
     ///
     /// # Errors
     /// There is no member, or the event logs can't be read.
-    pub fn disturb(&mut self, signal: Signal) -> Result<u32, Box<dyn Error>> {
+    pub fn signal(&mut self, signal: Signal) -> Result<u32, Box<dyn Error>> {
+        let victim = self.victim()?;
+        send(victim, signal);
+        Ok(victim)
+    }
+
+    /// As [`signal`](Self::signal): lets the thread that computes hang.
+    ///
+    /// # Errors
+    /// As above, or a file can't be written.
+    pub fn hang(&mut self) -> Result<u32, Box<dyn Error>> {
+        let victim = self.victim()?;
+        std::fs::write(self.logs.folder.join(hang_file(victim)), "")?;
+        Ok(victim)
+    }
+
+    /// As [`signal`](Self::signal): drops the packets that its host sends from now on, and those to
+    /// it unless it is `half_open`.
+    ///
+    /// # Errors
+    /// As above, or the workers have no hosts.
+    pub fn switch_off(&mut self, half_open: bool) -> Result<u32, Box<dyn Error>> {
+        let victim = self.victim()?;
+        let network = self.network.as_ref().ok_or("the workers have no hosts of their own")?;
+        let host = network.host_of(victim).ok_or("a worker on no host")?;
+        network.switch_off(host, half_open);
+        Ok(victim)
+    }
+
+    fn victim(&mut self) -> Result<u32, Box<dyn Error>> {
         self.logs.refresh()?;
         let (members, others): (Vec<_>, Vec<_>) =
             self.logs.living().partition(|log| log.contribution().is_some());
         let victims = if members.len() > 1 { members } else { others };
-        let victim =
-            victims.iter().map(|d| d.pid).choose(&mut self.rng).ok_or("no member to disturb")?;
-        send(victim, signal);
-        Ok(victim)
+        Ok(victims.iter().map(|d| d.pid).choose(&mut self.rng).ok_or("no member to disturb")?)
     }
 
     /// Scales the job to this many workers more than it began with.
@@ -242,6 +288,13 @@ impl DisturbedEnded {
         let left_open = others().filter(|log| log.open > 0 && !self.last.contains(&log.pid));
         again.len() + left_open.count()
     }
+}
+
+/// Name of the file, in the folder of the event logs, that makes the worker with this process id
+/// hang.
+#[must_use]
+pub fn hang_file(pid: u32) -> String {
+    format!("{pid}.hang")
 }
 
 /// Records of a step, for each worker that the job begins with.

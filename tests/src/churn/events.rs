@@ -11,13 +11,19 @@ use serde_json::{Map, Value, json};
 
 use super::bench::{Bench, DisturbedEnded, DisturbedJob};
 use super::event_log::{EventLog, now};
-use crate::{quantile, spread};
+use crate::{quantile, send, spread};
 
 /// What happens to workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-#[expect(missing_docs, reason = "the names say it")]
+#[expect(missing_docs, reason = "the other names say it")]
 pub enum Kind {
     All,
+    /// The packets that its host sends are dropped; it receives those of others.
+    HalfOpen,
+    /// The thread that computes hangs; the worker's other threads go on.
+    Hang,
+    /// Its host is switched off: packets are dropped in both directions, and no link is closed.
+    Host,
     Join,
     Kill,
     Leave,
@@ -30,11 +36,19 @@ impl Kind {
     pub fn name(self) -> &'static str {
         match self {
             Self::All => "all",
+            Self::HalfOpen => "half-open",
+            Self::Hang => "hang",
+            Self::Host => "host",
             Self::Join => "join",
             Self::Kill => "kill",
             Self::Leave => "leave",
             Self::Stop => "stop",
         }
+    }
+
+    /// Whether each worker is on a host of its own.
+    fn needs_hosts(self) -> bool {
+        matches!(self, Self::HalfOpen | Self::Host)
     }
 }
 
@@ -92,7 +106,8 @@ pub fn disturb(
     (kind, count): (Kind, u32),
     folder: &Path,
 ) -> Result<Measured, Box<dyn Error>> {
-    let mut bench = Bench::start(job, folder)?;
+    let launches = job.workers + count + LAUNCHES_SPARE;
+    let mut bench = Bench::start(job, folder, kind.needs_hosts().then_some(launches))?;
     let mut events = Vec::new();
     for _ in 0..count {
         events.push(cause(&mut bench, kind)?);
@@ -105,8 +120,8 @@ pub fn disturb(
     let (records_lost, records_repeated) = ended.records_lost_and_repeated()?;
     // What a process that was killed or stopped had computed is its own loss, not a survivor's.
     let disturbed: Vec<u32> = match kind {
-        Kind::Kill | Kind::Stop => events.iter().filter_map(|event| event.victim).collect(),
         Kind::All | Kind::Join | Kind::Leave => Vec::new(),
+        _ => events.iter().filter_map(|event| event.victim).collect(),
     };
     let steps_lost = ended.steps_lost(&disturbed);
     let median_step = median_step(&ended, &events);
@@ -123,26 +138,27 @@ pub fn disturb(
 /// Causes one event and waits until the group is complete again.
 fn cause(bench: &mut Bench, kind: Kind) -> Result<Event, Box<dyn Error>> {
     let at = now();
-    let signal = match kind {
-        Kind::All | Kind::Join => None,
-        Kind::Kill => Some(Signal::KILL),
-        Kind::Leave => Some(Signal::TERM),
-        Kind::Stop => Some(Signal::STOP),
-    };
-    let victim = match signal {
-        Some(signal) => {
-            let victim = bench.disturb(signal)?;
-            bench.wait_gone(victim)?;
-            bench.wait_joiner(at)?;
-            bench.wait_whole()?;
-            Some(victim)
-        }
-        None => {
+    let victim = match kind {
+        Kind::All | Kind::Join => {
             bench.scale(1);
-            bench.wait_joiner(at)?;
             None
         }
+        Kind::Kill => Some(bench.signal(Signal::KILL)?),
+        Kind::Leave => Some(bench.signal(Signal::TERM)?),
+        Kind::Stop => Some(bench.signal(Signal::STOP)?),
+        Kind::Hang => Some(bench.hang()?),
+        Kind::HalfOpen | Kind::Host => Some(bench.switch_off(kind == Kind::HalfOpen)?),
     };
+    bench.wait_joiner(at)?;
+    if let Some(victim) = victim {
+        if kind.needs_hosts() {
+            // It goes on, as far as it can.
+            send(victim, Signal::KILL);
+        }
+        bench.wait_gone(victim)?;
+        bench.wait_joiner(at)?;
+        bench.wait_whole()?;
+    }
     let joiners = bench.logs.all.values().filter(|log| log.is_new(at));
     let until = joiners.filter_map(EventLog::contribution).map(|(at, _)| at).max().unwrap_or(at);
     Ok(Event { at, until, victim })
@@ -209,9 +225,7 @@ impl Measured {
             Kind::All | Kind::Join => {
                 (joiners.iter().map(|(born, ..)| *born).min().unwrap_or(event.at), joined_by)
             }
-            Kind::Kill | Kind::Leave | Kind::Stop => {
-                (event.at, last(false).ok_or("an event without a generation")?.0)
-            }
+            _ => (event.at, last(false).ok_or("an event without a generation")?.0),
         };
         let longest = |from: Duration, to: Duration| {
             let gaps = survivors.iter().flat_map(|log| gaps(log, from, to));
@@ -286,3 +300,6 @@ fn median_step(ended: &DisturbedEnded, events: &[Event]) -> f64 {
 fn ms(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
+
+/// Launches that a job makes at most beside those of its workers and of their replacements.
+const LAUNCHES_SPARE: u32 = 8;

@@ -5,6 +5,6 @@ mod bench;
 mod event_log;
 mod events;
 
-pub use bench::{Bench, DisturbedEnded, DisturbedJob, RECORDS_PER_WORKER};
+pub use bench::{Bench, DisturbedEnded, DisturbedJob, RECORDS_PER_WORKER, hang_file};
 pub use event_log::{Commit, EventLog, EventLogs, EventWriter, LogEntry, now};
 pub use events::{Kind, Measured, disturb};

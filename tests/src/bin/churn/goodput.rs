@@ -25,7 +25,7 @@ pub(crate) struct Goodput {
 impl Goodput {
     /// Kills one worker every two seconds, for `goodput_seconds` in all.
     pub(crate) fn measure(arguments: &Arguments, folder: &Path) -> Result<Self, Box<dyn Error>> {
-        let mut bench = Bench::start(&arguments.job(), folder)?;
+        let mut bench = Bench::start(&arguments.job(), folder, None)?;
         let windows = arguments.goodput_seconds.div_ceil(WINDOW.as_secs()).max(1);
         let kills_each =
             arguments.goodput_seconds.div_ceil(windows).div_ceil(PERIOD.as_secs()).max(1);
@@ -43,7 +43,7 @@ impl Goodput {
             disturbed.push(start);
             for kill in 0..kills_each as u32 {
                 bench.rest_until(start + PERIOD * kill)?;
-                victims.push(bench.disturb(Signal::KILL)?);
+                victims.push(bench.signal(Signal::KILL)?);
             }
             bench.rest_until(start + length)?;
         }

@@ -61,7 +61,7 @@ struct Arguments {
     /// Events of each kind
     #[arg(long, default_value_t = 20)]
     events: u32,
-    /// What happens to workers
+    /// What happens to workers; all: kill, leave, join and stop
     #[arg(long, value_enum, default_value = "all")]
     kind: Kind,
     /// Duration of the phase in which a worker is killed every 2 s, to measure the remaining

@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::path::PathBuf;
 use std::rc::Rc;
 
 use clap::Parser;
@@ -9,7 +10,7 @@ use elasticdl::{
     Gradients, Ids, Loss, Model, NamedTensor, RowOptimizer, Table, TableModel, Update, UpdateRule,
     UserError,
 };
-use elasticdl_tests::churn::{Commit, EventWriter, LogEntry};
+use elasticdl_tests::churn::{Commit, EventWriter, LogEntry, hang_file};
 use elasticdl_tests::counts_summary;
 
 /// Arguments of a worker of the benchmark's jobs.
@@ -28,7 +29,7 @@ pub(crate) struct Arguments {
     rows: u64,
     /// Folder of the event logs.
     #[arg(long)]
-    event_logs: std::path::PathBuf,
+    event_logs: PathBuf,
 }
 
 /// Parameter `i` is the number of times that record `i` was absorbed; further parameters only add
@@ -39,6 +40,8 @@ pub(crate) struct Counting {
     slots: usize,
     records: usize,
     rows: u64,
+    /// If this file exists, the model hangs.
+    hangs_when: PathBuf,
     /// Position of the first row of each record of the step.
     positions: HashMap<u64, usize>,
     work: Rc<RefCell<Work>>,
@@ -61,6 +64,7 @@ impl Counting {
             slots: arguments.slots,
             records: arguments.records,
             rows: arguments.rows,
+            hangs_when: arguments.event_logs.join(hang_file(std::process::id())),
             positions: HashMap::new(),
             work: Rc::new(RefCell::new(Work {
                 log: EventWriter::create(&arguments.event_logs)?,
@@ -84,6 +88,9 @@ impl Model for Counting {
         batch: Vec<u64>,
         gradients: &mut Gradients<'_>,
     ) -> Result<Loss, UserError> {
+        while self.hangs_when.exists() {
+            std::thread::park();
+        }
         if self.rows > 0 {
             let (rows, _) = gradients.rows_and_sum();
             let (_, sums) = rows.of(0);
