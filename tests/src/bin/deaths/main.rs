@@ -1,13 +1,14 @@
 //! The table of deaths: for each way in which a worker can be lost, each number of ranks and each
 //! size of the model, how long the others pause.
 //!
-//! `cargo run --release -p elasticdl-tests --bin deaths -- --json FILE` measures each cell that FILE
-//! does not have yet, and writes it there, so that a table can be made over several days; another
-//! build belongs to another file. The workers' own event logs are measured, as by `churn`: a pause
-//! is the longest time between two steps of a survivor, less the median step; `detect` is its part
-//! until the loss was noticed. A thread that hangs is noticed after `--step-timeout`, which is 2 s in
-//! these jobs; by default it is ten minutes. Workers that lose their host are on network namespaces, which need
-//! root and iproute2; the packets of a host that is switched off are dropped, and no link is closed.
+//! `cargo run --release -p elasticdl-tests --bin deaths -- --json FILE` measures each cell that
+//! FILE does not have yet, and writes it there, so that a table can be made over several days;
+//! another build belongs to another file. The workers' own event logs are measured, as by `churn`:
+//! a pause is the longest time between two steps of a survivor, less the median step; `detect` is
+//! its part until the loss was noticed. A thread that hangs is noticed after `--step-timeout`,
+//! which is 2 s in these jobs; by default it is ten minutes. Workers that lose their host are on
+//! network namespaces, which need root and iproute2; the packets of a host that is switched off are
+//! dropped, and no link is closed.
 //!
 //! This program is at once the benchmark, the `elasticdl` command and the job's worker.
 
@@ -133,7 +134,7 @@ fn row(death: Kind, (ranks, mib): (u32, usize), cell: &Value) -> String {
     if let Some(error) = cell["error"].as_str() {
         return format!("{head} | {error} |");
     }
-    let ms = |value: &Value| value.as_f64().map_or("-".into(), |ms| format!("{ms:.1} ms"));
+    let ms = |value: &Value| value.as_f64().map_or_else(|| "-".into(), |ms| format!("{ms:.1} ms"));
     format!(
         "{head} | {} | {} | {} | {} | {} | {} |",
         cell["events"],
