@@ -1,11 +1,14 @@
 //! Whole jobs over a simulated network and clock count every record once, and every touch of a row
-//! of a table, under 10,000 fault plans.
+//! of a table, under 10,000 fault plans, and in each run of small jobs with one fault, wherever it
+//! hits.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 use std::num::NonZero;
 
-use elasticdl_tests::simulation::{Coverage, Many, run_many, run_traced};
+use elasticdl_tests::simulation::{
+    Bounds, Choice, Coverage, Decision, Explored, Many, explore, replay, run_many, run_traced,
+};
 
 #[test]
 fn every_record_is_counted_once_under_every_fault_plan() {
@@ -64,4 +67,26 @@ fn a_run_depends_on_its_seed_alone() {
         assert!(trace.len() > 20, "seed {seed}: {trace:#?}");
         assert_eq!((outcome, trace), run_traced(seed), "seed {seed}");
     }
+}
+
+#[test]
+fn every_fault_at_every_point_of_a_small_job_costs_no_record() {
+    for shards in [0, 2] {
+        let job = Explored { workers: 2, steps: 2, shards };
+        let bounds =
+            Bounds { job, decisions: 1, delays: 1, runs: u64::MAX, violations: 1, threads: 2 };
+        let found = explore(&bounds);
+        assert!(found.violations.is_empty() && found.is_complete, "{found:#?}");
+        assert!(found.states > 500 && found.runs > 300, "{found:#?}");
+    }
+}
+
+#[test]
+fn a_run_depends_on_its_decisions_alone() {
+    let job = Explored { workers: 3, steps: 2, shards: 0 };
+    let kill = Decision { at: 100, choice: Choice::Kill(2) };
+    assert_eq!(kill.to_string().parse(), Ok(kill));
+    let (outcome, trace) = replay(job, &[kill]);
+    assert!(outcome.is_ok() && trace.iter().any(|line| line.contains("CHOICE: kill 2")));
+    assert_eq!((outcome, trace), replay(job, &[kill]));
 }

@@ -37,6 +37,29 @@ impl<E> Clock<E> {
         self.due.push(Reverse(Due { at: moment.max(self.now), order: self.made, event }));
     }
 
+    /// The next event.
+    pub(super) fn peek(&self) -> Option<&E> {
+        self.due.peek().map(|Reverse(due)| &due.event)
+    }
+
+    /// All events, in the order in which they happen.
+    pub(super) fn in_order(&self) -> impl Iterator<Item = &E> {
+        let mut all: Vec<&Reverse<Due<E>>> = self.due.iter().collect();
+        all.sort_unstable_by_key(|due| (due.0.at, due.0.order));
+        all.into_iter().map(|Reverse(due)| &due.event)
+    }
+
+    /// Such events happen `span` after the next event at the earliest. Returns when that is.
+    pub(super) fn delay(&mut self, span: Micros, is: impl Fn(&E) -> bool) -> Micros {
+        let until = self.due.peek().map_or(self.now, |Reverse(due)| due.at) + span;
+        let late = |Reverse(due): Reverse<Due<E>>| {
+            let at = if is(&due.event) { due.at.max(until) } else { due.at };
+            Reverse(Due { at, ..due })
+        };
+        self.due = std::mem::take(&mut self.due).into_iter().map(late).collect();
+        until
+    }
+
     /// Advances to the next event.
     pub(super) fn next(&mut self) -> Option<E> {
         let Reverse(due) = self.due.pop()?;
@@ -78,25 +101,27 @@ impl<E> Ord for Due<E> {
 }
 
 /// The only source of randomness of a run: SplitMix64 (Steele et al., OOPSLA 2014), chosen for its
-/// speed.
+/// speed. `None`: each number is the middle of its range.
 #[derive(Debug)]
-pub(super) struct SimRng(u64);
+pub(super) struct SimRng(Option<u64>);
 
 impl SimRng {
     pub(super) fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x2545_f491_4f6c_dd1d) ^ 0x9e37_79b9_7f4a_7c15)
+        Self(Some(seed.wrapping_mul(0x2545_f491_4f6c_dd1d) ^ 0x9e37_79b9_7f4a_7c15))
     }
 
-    pub(super) fn next_u64(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+    /// Draws the middle of each range.
+    pub(super) fn middle() -> Self {
+        Self(None)
     }
 
     /// A number from 0 to `sides - 1`; `sides` is not 0.
     pub(super) fn below(&mut self, sides: u64) -> u64 {
-        self.next_u64() % sides
+        let Some(state) = &mut self.0 else { return sides / 2 };
+        *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % sides
     }
 
     /// A number from `low` to `high`, both included.

@@ -278,7 +278,7 @@ impl World {
         }
     }
 
-    fn cut(&mut self, cuts: Vec<(Host, Host)>) {
+    pub(super) fn cut(&mut self, cuts: Vec<(Host, Host)>) {
         for &(a, b) in &cuts {
             self.net.cut(a, b);
             for p in [a, b].into_iter().filter_map(|host| host.checked_sub(1)) {
@@ -291,7 +291,7 @@ impl World {
     }
 
     /// Cuts the network between the master and these processes.
-    fn cut_master_from(&mut self, processes: Vec<usize>) {
+    pub(super) fn cut_master_from(&mut self, processes: Vec<usize>) {
         let cuts: Vec<(Host, Host)> = processes.iter().map(|p| (MASTER, p + 1)).collect();
         for &(a, b) in &cuts {
             self.net.cut(a, b);
@@ -367,6 +367,7 @@ impl World {
         let most = [timeout / 20, timeout / 2, timeout, timeout * 2, timeout * 4]
             [self.rng.below(5) as usize];
         let span = self.rng.between(1, most);
+        let span = self.fault_plan.heals_after.unwrap_or(span);
         trace!(self, "this heals in {span} us");
         self.fault_plan.unhealed += 1;
         self.clock.after(span, Event::Heal(undo));

@@ -283,6 +283,7 @@ impl World {
                 None => {}
             }
             let Some(action) = self.master.job.poll_action() else { return };
+            self.actions += 1;
             match action {
                 Action::Admit { connection, worker } => self.admit(connection.0 as LinkId, worker),
                 Action::Disconnect { worker } => self.disconnect(worker),

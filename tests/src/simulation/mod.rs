@@ -25,17 +25,25 @@
 //! the job must end, and the oracle must have found no violation on the way. A seed that fails is
 //! run again with its trace.
 //!
+//! A search (`exploration.rs`) makes all runs of a small job in which few faults hit it. There,
+//! everything takes its mean time, and decisions say which fault hits the job at which point.
+//!
 //! What the world consists of is in `state`; what happens in it are methods of `World`, in the
 //! files beside it.
 //!
-//! **Invariant:** a run reads no clock and no environment; it is a function of its seed.
+//! **Invariant:** a run reads no clock and no environment; it is a function of its seed, or of the
+//! decisions of a search.
 
+mod alike;
 mod checkpoints;
 mod clock;
 mod coroutine;
 mod endpoint;
+mod exploration;
+mod explored;
 mod faults;
 mod former_master;
+mod identity;
 mod machine;
 mod many;
 mod master;
@@ -51,6 +59,7 @@ mod replicas;
 mod rows;
 mod state;
 mod threads;
+mod timeless;
 mod trace;
 mod trainer;
 mod transfers;
@@ -60,8 +69,11 @@ mod world;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+pub use exploration::{Bounds, Found, explore, replay};
+pub use explored::{Choice, Decision};
 pub use many::{Many, run_many};
 pub use state::coverage::Coverage;
+pub use state::setting::Explored;
 
 use trace::Trace;
 use world::World;
@@ -118,14 +130,17 @@ impl fmt::Display for Failure {
 
 fn live(seed: u64, trace: Trace) -> (Result<Coverage, String>, Vec<String>) {
     let mut world = World::new(seed, trace);
-    // A core that finds its own invariants broken panics; that is a violation like any other.
-    let lived = catch_unwind(AssertUnwindSafe(|| world.run()));
-    let outcome = lived.unwrap_or_else(|panic| {
+    let outcome = caught(|| world.run());
+    (outcome, world.trace.into_lines())
+}
+
+/// A core that finds its own invariants broken panics; that is a violation like any other.
+fn caught<T>(run: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().cloned();
         let text = text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string));
         Err(format!("panicked: {}", text.unwrap_or_default()))
-    });
-    (outcome, world.trace.into_lines())
+    })
 }
 
 /// Number of trace lines that a failure shows.

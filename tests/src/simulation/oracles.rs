@@ -261,15 +261,27 @@ impl World {
         }
     }
 
-    /// Replays a message to the master that fencing must reject.
+    /// Replays messages to the master that fencing must reject.
     pub(super) fn check_fencing(&mut self) {
         let Some(generation) = self.oracle.newest.as_ref().map(|m| m.generation) else { return };
         let is_unavailable =
             self.master.outcome.is_some() || !self.master.is_alive || !self.master.persists;
-        if is_unavailable || !self.rng.chance(1, 24) || self.oracle.recent_messages.is_empty() {
+        let messages = self.oracle.recent_messages.len();
+        if is_unavailable {
             return;
         }
-        let index = self.rng.below(self.oracle.recent_messages.len() as u64) as usize;
+        if self.setting.is_explored {
+            // Once for each group.
+            if std::mem::replace(&mut self.oracle.fenced_in, generation) != generation {
+                (0..messages).for_each(|index| self.check_fenced(index, generation));
+            }
+        } else if self.rng.chance(1, 24) && messages > 0 {
+            let index = self.rng.below(messages as u64) as usize;
+            self.check_fenced(index, generation);
+        }
+    }
+
+    fn check_fenced(&mut self, index: usize, generation: Generation) {
         let (mut worker, message) = self.oracle.recent_messages[index].clone();
         let about = match &message {
             WorkerMessage::Broken { generation, .. } | WorkerMessage::Formed { generation, .. } => {

@@ -12,6 +12,7 @@ use super::state::event::Event;
 use super::state::network::{LinkId, MASTER};
 use super::state::packet::Packet;
 use super::state::process::{Control, EXIT_MASTER_LOST, EXIT_TERMINATED, Process};
+use super::timeless::Timeless;
 use super::trace::trace;
 use super::world::World;
 
@@ -197,6 +198,9 @@ impl World {
     fn tell_trainer(&mut self, p: usize, event: ControlEvent) {
         let trainer = &mut self.processes[p].trainer;
         let Some(inbox) = &trainer.inbox else { return };
+        if self.setting.is_explored {
+            trainer.told[1] = Timeless::number_of(&(trainer.told[1], &event));
+        }
         // A trainer that has ended needs no message.
         let _ = inbox.send(event);
         trainer.news += 1;

@@ -21,6 +21,7 @@ impl World {
         if number == threads.len() {
             threads.push(Thread::default());
         }
+        threads[number].answers = 0;
         self.coroutines.insert(ThreadId { p, number }, Coroutine::new(body));
         let delay = self.thread_delay();
         self.busy(ThreadId { p, number }, Doing::Busy, delay);
@@ -134,6 +135,7 @@ impl World {
                 self.coroutines.insert(thread, coroutine);
                 return;
             }
+            self.processes[thread.p].threads[thread.number].answers += 1;
         }
     }
 

@@ -70,7 +70,9 @@ impl World {
             replaced,
             ..
         } = turned;
+        self.processes[p].threads[thread.number].answers = 0;
         let trainer = &mut self.processes[p].trainer;
+        (trainer.identity, trainer.told) = (turned.identity, [trainer.told[1], 0]);
         trainer.news = 0;
         (trainer.seen.has_ended, trainer.seen.has_lost_rows) = (has_ended, has_lost_rows);
         let has_broken = trainer.has_broken;

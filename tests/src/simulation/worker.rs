@@ -34,6 +34,7 @@ use super::rows::{EVICTED, Row, Rows};
 use super::state::setting::Setting;
 use super::state::thread::{Doing, StateRequest};
 use super::state::trainer::Shared;
+use super::timeless::Timeless;
 
 /// What the trainer thread begins with.
 pub(super) struct Worker {
@@ -84,6 +85,8 @@ pub(super) struct Turned {
     pub(super) is_not_gathered: bool,
     /// The step and its evaluation, if the state has just been evaluated.
     pub(super) evaluated: Option<(u64, Evaluation)>,
+    /// What the trainer is, as a number, where a search wants to know it.
+    pub(super) identity: u64,
 }
 
 /// The shards of a worker.
@@ -369,6 +372,10 @@ impl Watched<'_> {
         turned.flipped = flips;
         turned.has_lost_rows = trainer.has_lost_rows();
         turned.replaced = trainer.take_replaced_rows();
+        if setting.is_explored {
+            let rows = trainer.rows().map(|owned| (owned.header(), SeenRows::of(owned)));
+            turned.identity = Timeless::number_of(&(trainer.session(), rows));
+        }
         if let Some(parameter) = flips {
             trainer.edit_parameters(|all| all[parameter] = flipped(all[parameter]));
         }

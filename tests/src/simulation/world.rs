@@ -39,6 +39,8 @@ pub(super) struct World {
     pub(super) oracle: Oracle,
     pub(super) trace: Trace,
     pub(super) events: u64,
+    /// Number of actions of masters.
+    pub(super) actions: u64,
     violation: Option<String>,
 }
 
@@ -48,6 +50,21 @@ impl World {
         let setting = Setting::draw(&mut rng, seed);
         let latency = rng.between(10, 150);
         let fault_plan = FaultPlan::draw(&mut rng, &setting);
+        Self::with(rng, (setting, seed), latency, fault_plan, trace)
+    }
+
+    /// A world without faults, in which everything takes its mean time.
+    pub(super) fn explored(setting: Setting, trace: Trace) -> Self {
+        Self::with(SimRng::middle(), (setting, 0), MEAN_LATENCY_US, FaultPlan::default(), trace)
+    }
+
+    fn with(
+        rng: SimRng,
+        (setting, seed): (Setting, u64),
+        latency: Micros,
+        fault_plan: FaultPlan,
+        trace: Trace,
+    ) -> Self {
         Self {
             clock: Clock::new(),
             net: Network::new(latency),
@@ -61,6 +78,7 @@ impl World {
             oracle: Oracle::new(seed),
             trace,
             events: 0,
+            actions: 0,
             violation: None,
             setting: Rc::new(setting),
             rng,
@@ -72,34 +90,47 @@ impl World {
     /// # Errors
     /// The violation that was found.
     pub(super) fn run(&mut self) -> Result<Coverage, String> {
-        trace!(self, "{:?}", self.setting);
-        self.oracle.coverage.control_only_runs = u64::from(self.fault_plan.is_control_only);
-        self.master_acts();
-        self.clock.after(0, Event::InjectFault);
+        self.begin();
         while self.master.outcome.is_none() {
-            let Some(event) = self.clock.next() else {
-                return Err("no event is scheduled".into());
-            };
-            self.events += 1;
-            self.dispatch(event);
-            self.inject();
-            if let Some(violation) = self.violation.take() {
-                return Err(violation);
-            }
-            if self.oracle.is_void {
-                self.oracle.coverage.void += 1;
+            if !self.step()? {
                 return Ok(self.oracle.coverage.clone());
-            }
-            if self.oracle.coverage.rows_lost > 0 {
-                return Ok(self.oracle.coverage.clone());
-            }
-            if let Err(late) = self.check_time() {
-                self.trace_waiting();
-                return Err(late);
             }
         }
         self.check_end()?;
         Ok(self.oracle.coverage.clone())
+    }
+
+    pub(super) fn begin(&mut self) {
+        trace!(self, "{:?}", self.setting);
+        self.oracle.coverage.control_only_runs = u64::from(self.fault_plan.is_control_only);
+        self.master_acts();
+        self.clock.after(0, Event::InjectFault);
+    }
+
+    /// Handles the next event. Returns whether the run goes on.
+    ///
+    /// # Errors
+    /// The violation that was found.
+    pub(super) fn step(&mut self) -> Result<bool, String> {
+        let event = self.clock.next().ok_or("no event is scheduled")?;
+        self.events += 1;
+        self.dispatch(event);
+        self.inject();
+        if let Some(violation) = self.violation.take() {
+            return Err(violation);
+        }
+        if self.oracle.is_void {
+            self.oracle.coverage.void += 1;
+            return Ok(false);
+        }
+        if self.oracle.coverage.rows_lost > 0 {
+            return Ok(false);
+        }
+        if let Err(late) = self.check_time() {
+            self.trace_waiting();
+            return Err(late);
+        }
+        Ok(true)
     }
 
     /// Records a violation of an invariant.
@@ -212,6 +243,8 @@ impl World {
 /// A job of a few steps is over long before. What takes longest is a hang that a master takes over:
 /// if no member is known to wait, it evicts one of them after 80 s.
 const RECOVERY_MAX_US: Micros = 120_000_000;
+
+const MEAN_LATENCY_US: Micros = 100;
 
 const STORE_RETRY_US: Micros = 100_000;
 

@@ -9,7 +9,7 @@ use super::setting::Setting;
 use crate::simulation::clock::{Micros, SimRng};
 
 /// All faults of a run.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct FaultPlan {
     pub(crate) faults: VecDeque<Fault>,
     /// Number of temporary faults that have not healed yet.
@@ -25,6 +25,10 @@ pub(crate) struct FaultPlan {
     /// Whether all faults of the run hit the control plane only: the master, its streams, its
     /// persisted snapshots, the storage.
     pub(crate) is_control_only: bool,
+    /// The time after which temporary faults heal, where it is not drawn.
+    pub(crate) heals_after: Option<Micros>,
+    /// Whether the user has asked for one worker more, where that is not drawn.
+    pub(crate) has_scaled: bool,
 }
 
 #[derive(Debug)]
@@ -199,6 +203,8 @@ impl FaultPlan {
             stopped: false,
             storms: false,
             links_may_break: false,
+            heals_after: None,
+            has_scaled: false,
         }
     }
 }

@@ -45,6 +45,8 @@ pub(crate) struct Oracle {
     pub(crate) committed_at: Micros,
     /// The last messages of workers.
     pub(crate) recent_messages: VecDeque<(WorkerId, WorkerMessage)>,
+    /// The newest generation in which they were replayed to the master.
+    pub(crate) fenced_in: Generation,
     /// Processes that got a shutdown message.
     pub(crate) shut_down: BTreeSet<usize>,
     /// The worker that the last action sent a shutdown message to, with its reason.
@@ -117,6 +119,7 @@ impl Oracle {
             finals: BTreeMap::new(),
             committed_at: 0,
             recent_messages: VecDeque::new(),
+            fenced_in: Generation::default(),
             shut_down: BTreeSet::new(),
             shutdown_sent: None,
             failures_max: 0,

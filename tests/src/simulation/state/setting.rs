@@ -43,9 +43,54 @@ pub(crate) struct Setting {
     /// How many parameters a chunk of the optimizer's state has, and how many bytes of chunks are
     /// copied at a time; `None`: each worker holds all of it.
     pub(crate) chunks: Option<(usize, u64)>,
+    /// Whether a search wants to know equal states.
+    pub(crate) is_explored: bool,
+}
+
+/// A small job, of which all runs are searched. Each worker has one record of each step.
+#[derive(Clone, Copy, Debug)]
+pub struct Explored {
+    /// Number of workers at the beginning; one more may join.
+    pub workers: u32,
+    /// Number of steps.
+    pub steps: u64,
+    /// Number of shards of the model's tables, each on two workers; 0: it has no tables.
+    pub shards: u32,
 }
 
 impl Setting {
+    /// A job in a cluster, without checkpoints.
+    pub(crate) fn explored(job: Explored) -> Self {
+        let Explored { workers, steps, shards } = job;
+        let of_step = NonZeroU64::new(workers.into()).expect("a job has workers");
+        let spec = JobSpec {
+            min_workers: 1,
+            max_workers: workers + 1,
+            max_worker_restarts: 1000,
+            worker_timeout: Some(Duration::from_millis(200)),
+            restart_without_checkpoint: true,
+            ..JobSpec::new("explored", "numbers", workers, Batch::Global(of_step))
+        };
+        let tables = Settings { seed: 0, shards, copies: 2, copy_bytes: 100, copy_rate: 0, lag: 0 };
+        Self {
+            spec,
+            files: vec![u64::from(workers) * steps],
+            segment_len: usize::MAX >> 1,
+            build_us: 5_000,
+            record_us: 200,
+            kill_us: 5_000,
+            may_restore_stale: true,
+            bad_host: None,
+            other_build: None,
+            has_storm: false,
+            gpus: None,
+            zones: 1,
+            tables: (shards > 0).then_some(tables),
+            chunks: None,
+            is_explored: true,
+        }
+    }
+
     pub(crate) fn draw(rng: &mut SimRng, seed: u64) -> Self {
         let max_workers = [1, 2, 2, 3, 3, 3, 4, 4, 5][rng.below(9) as usize];
         let num_workers = rng.between(1.max(max_workers / 2), max_workers);
@@ -100,6 +145,7 @@ impl Setting {
             zones: 1 + SimRng::new(seed.rotate_left(8)).below(3) as usize,
             tables: tables(&mut SimRng::new(seed.rotate_left(12)), seed),
             chunks: None,
+            is_explored: false,
         };
         if setting.tables.is_none() {
             setting.draw_chunks(&mut SimRng::new(seed.rotate_left(28)));

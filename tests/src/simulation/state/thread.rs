@@ -28,6 +28,8 @@ pub(crate) struct Thread {
     pub(crate) lineage: u64,
     /// Number of links over which a donor's thread has served its joiner.
     pub(crate) links: u32,
+    /// Number of answers that it got from the world, since its last turn if it is the trainer.
+    pub(crate) answers: u64,
 }
 
 /// What a thread does, or waits for.

@@ -35,6 +35,10 @@ pub(crate) struct Trainer {
     /// Whether its group has agreed on a state, for the control thread.
     pub(crate) holds_state: Arc<AtomicBool>,
     pub(crate) seen: Seen,
+    /// What it was at its last turn, as a number, where a search wants to know it.
+    pub(crate) identity: u64,
+    /// The messages that it was told before its last turn and since, as numbers.
+    pub(crate) told: [u64; 2],
     /// Lineage of the parameters: the number of the initialization that they descend from. Not a
     /// part of the state; only the oracle reads it.
     pub(crate) lineage: u64,
