@@ -96,6 +96,9 @@ pub struct WorkerOptions {
     pub table_lag: u8,
     /// Number of workers that hold the rows of tables and compute no records.
     pub table_servers: u32,
+    /// Parts per million of the steps whose gradients are computed by two workers each, and
+    /// compared: 0 to [`AUDIT_MAX`](crate::limits::AUDIT_MAX).
+    pub audit: u32,
 }
 
 impl WorkerOptions {
@@ -134,6 +137,7 @@ impl WorkerOptions {
             no_table_look_ahead: false,
             table_lag: 0,
             table_servers: 0,
+            audit: 0,
         }
     }
 }

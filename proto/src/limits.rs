@@ -16,6 +16,8 @@ pub const TABLE_REPLICAS_MAX: u8 = 3;
 
 /// The most commits by which the rows that a step reads may be older than the last one.
 pub const TABLE_LAG_MAX: u8 = 16;
+/// Parts per million of the steps that are audited, if all are.
+pub const AUDIT_MAX: u32 = 1_000_000;
 /// Most records of a step.
 pub const BATCH_RECORDS_MAX: u64 = 1 << 32;
 /// Most micro-batches of a step whose sum is exact: each halving of their size costs a bit of

@@ -67,6 +67,16 @@ impl ExactSum {
         self.gradients.last_mut().map(Vec::as_mut_slice)
     }
 
+    /// Forgets the micro-batch that was added last, and is not [complete](Self::complete_last).
+    pub(crate) fn drop_last(&mut self) {
+        self.unused.extend(self.gradients.pop());
+    }
+
+    /// The gradients of the micro-batches, in their order.
+    pub(crate) fn gradients(&self) -> &[Vec<f32>] {
+        &self.gradients
+    }
+
     /// Takes the exponents of the gradient that was added last, while other ranks still compute.
     pub(crate) fn complete_last(&mut self) {
         let Some(gradient) = self.gradients.last() else { return };

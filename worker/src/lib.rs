@@ -21,6 +21,7 @@
 //! `elasticdl-proto`. All decisions are made in `session` (with the control stream's state and the
 //! data types of both), which does no IO and reads no clock.
 
+mod audit;
 mod buckets;
 #[cfg(feature = "candle")]
 pub mod candle;

@@ -14,6 +14,7 @@ use elasticdl_proto::{
 };
 
 use self::training::Training;
+use crate::audit::try_twice;
 use crate::control::{Control, dataset};
 use crate::conversion::Conversion;
 use crate::descriptors;
@@ -228,6 +229,7 @@ fn prepare<M: Model>(
                     report_skipped(&dataset.skipped, control);
                     check_places(options)?;
                     inference::try_first(model, &options.work, &mut reader, &dataset)?;
+                    try_twice(model, options, &mut reader, &dataset)?;
                     Checkpointing::check(options, job, &dataset, model)?;
                     check_evaluation(model, options)?;
                     dataset::pack(dataset)

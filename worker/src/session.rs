@@ -7,7 +7,7 @@
 //!   Detached ──────────▶ Joining ──────▶ Syncing ────▶ Repairing ──────────────────────▶ Round ⟲
 //!     ▲                                                                                  │   ▲
 //!     └── links broke, in every phase from Joining to Finished      headers of all ranks ▼   │
-//!                                                         Evaluating, HandingOver, Verifying ┘
+//!                                             Evaluating, HandingOver, Rechecking, Verifying ┘
 //!                                                                                        │
 //!   Ended ◀── shutdown, in every phase                       the work is over, Finished ◀┘
 //! ```
@@ -167,6 +167,10 @@ impl Session {
             Phase::Finished { group, ending, .. } => {
                 Task::Finish { is_published: group.rank == 0 && *ending != Ending::Suspended }
             }
+            Phase::Rechecking { again: Some(_), .. } => Task::ExchangeHeaders { pauses: false },
+            Phase::Rechecking { disputes, again: None, .. } => {
+                Task::Recheck(disputes.iter().map(|dispute| dispute.ranges.clone()).collect())
+            }
             Phase::Repairing(_, repairing) => repairing.task(),
             Phase::Syncing(_) => Task::Synchronize,
             Phase::Round { assigned: None, .. } => {
@@ -176,6 +180,9 @@ impl Session {
             Phase::Round { assigned: Some(ranges), computed, .. } => {
                 let is_first = self.assignment.pending.ranges.is_empty();
                 if *computed || ranges.is_empty() {
+                    if let Some(part) = self.assignment.audit.part() {
+                        return Task::Audit(part.clone());
+                    }
                     return Task::Step { is_empty: is_first };
                 }
                 *computed = true;
@@ -199,6 +206,7 @@ impl Session {
             checkpoint: self.checkpoints.header(self.step() + 1),
             evaluation: self.evaluation(),
             nccl: self.transport.build(),
+            audit: self.audit_header(),
             ..StepHeader::default()
         };
         self.assignment.write(&mut header);
@@ -230,6 +238,9 @@ impl Session {
     /// Replicas differ; see [`StateMismatch`].
     pub fn headers_exchanged(&mut self, headers: &[StepHeader]) -> Result<(), StateMismatch> {
         self.check(headers)?;
+        if let Some(judged) = self.end_recheck(headers) {
+            return judged;
+        }
         let committed = self.end_verification();
         self.transport.handle_builds(headers.iter().map(|h| h.nccl));
         self.reports.flush();
@@ -247,6 +258,8 @@ impl Session {
 
 mod after_round;
 mod assignment;
+pub mod audit;
+mod audited;
 pub mod checkpoint;
 pub mod control;
 mod ending;
@@ -262,6 +275,7 @@ mod pace;
 mod phase;
 pub mod plan;
 mod queries;
+mod rechecking;
 mod reconnect;
 pub mod repair;
 pub mod replicas;

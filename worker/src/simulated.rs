@@ -93,6 +93,7 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
             seed: 0,
             session,
             exact: None,
+            audited: Vec::new(),
             summed: Ok(0),
             order: Arc::new(Order::of_data(&dataset::unpack(&dataset))),
             records,

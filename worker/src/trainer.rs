@@ -42,6 +42,8 @@ pub(crate) struct Trainer<'a, M: Model> {
     pub(crate) session: Session,
     /// `None` if sums may depend on the ranks.
     pub(crate) exact: Option<ExactSum>,
+    /// Gradient of records that are computed again; empty before the first ones.
+    pub(crate) audited: Vec<f32>,
     /// Number of the gradient's buckets that this group has summed during the computation, or the
     /// error that stopped it.
     pub(crate) summed: Result<usize, CollectiveError>,
@@ -141,6 +143,7 @@ impl<M: Model> Trainer<'_, M> {
 
     fn perform(&mut self, task: Task) -> Result<(), Stopped> {
         match task {
+            Task::Audit(ranges) => self.audit(&ranges),
             Task::Broadcast { root, what } => self.broadcast(root, what),
             Task::BuildNccl => self.build_nccl(),
             Task::Compute { ranges, is_first } => {
@@ -160,6 +163,7 @@ impl<M: Model> Trainer<'_, M> {
             Task::Finish { is_published } => self.finish(is_published),
             Task::HandOver { leaves } => self.hand_over(&leaves),
             Task::InspectGradient => self.inspect_gradient(),
+            Task::Recheck(parts) => self.recheck(&parts),
             Task::StandBy => {
                 self.stand_by();
                 Ok(())
@@ -408,20 +412,6 @@ impl<M: Model> Trainer<'_, M> {
         Ok(())
     }
 
-    /// Enqueues the update on a GPU, where it changes nothing if the sum is not finite: the GPU
-    /// does not wait until the host knows. Returns whether it has, which is only if the step will
-    /// be committed or its sum is not finite.
-    fn begin_update(&mut self, headers: &[StepHeader]) -> Result<bool, Stopped> {
-        let Tensors::Device { state, .. } = &mut self.tensors else { return Ok(false) };
-        let optimizer = optimizer_of(&mut self.model, &*self.rule);
-        let Some((optimizer, records)) = optimizer.zip(self.session.records_to_apply(headers))
-        else {
-            return Ok(false);
-        };
-        state.update_if_finite((self.session.step(), records), &optimizer)?;
-        Ok(true)
-    }
-
     /// Applies the step's reduced gradient, which is in `reduced`, and commits the step.
     fn update(&mut self, records: u64, is_applied: bool) -> Result<(), Stopped> {
         if is_applied {
@@ -542,6 +532,7 @@ impl<M: Model> Trainer<'_, M> {
     }
 }
 
+mod audit;
 mod checkpoint_tasks;
 mod compute;
 mod deterministic;
@@ -576,7 +567,6 @@ mod work;
 pub(crate) use self::device::is_on_gpu;
 #[cfg(feature = "gpu")]
 pub(crate) use self::device::nccl_policy;
-use self::device::optimizer_of;
 pub(crate) use self::feed::feed;
 use self::incoming::IncomingSnapshot;
 pub(crate) use self::job_checkpoints::{Checkpointing, JobKey};

@@ -109,6 +109,10 @@ pub struct JobSpec {
     /// Workers, besides `num_workers`, that hold the rows of tables and compute no records.
     #[serde(default)]
     pub table_servers: u32,
+    /// Parts per million of the steps whose gradients are computed by two workers each, and
+    /// compared: 0 to 1,000,000.
+    #[serde(default)]
+    pub audit: u32,
     /// How long workers may take from SIGTERM to their end.
     pub grace_period: Duration,
     /// What exit codes mean, and when the job ends before its data.
@@ -186,6 +190,7 @@ impl JobSpec {
             no_table_look_ahead: false,
             table_lag: 0,
             table_servers: 0,
+            audit: 0,
             grace_period: Duration::from_secs(30),
             policies: Policies::default(),
         }
@@ -256,6 +261,7 @@ impl JobSpec {
             no_table_look_ahead: self.no_table_look_ahead,
             table_lag: self.table_lag,
             table_servers: self.table_servers,
+            audit: self.audit,
         }
     }
 

@@ -19,7 +19,7 @@ use crate::job::{
     Shuffle, ShuffleMode, ValidationSpec, Welcome, WireDtype, Work, WorkerOptions,
 };
 use crate::limits::{
-    BATCH_RECORDS_MAX, CHANNELS_MAX, CHECKPOINT_NAME_BYTES_MAX, DATASET_FILES_MAX,
+    AUDIT_MAX, BATCH_RECORDS_MAX, CHANNELS_MAX, CHECKPOINT_NAME_BYTES_MAX, DATASET_FILES_MAX,
     DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, METRIC_NAME_BYTES_MAX, METRICS_MAX,
     PARAMETERS_MAX, PATH_BYTES_MAX, PHASE_US_MAX, PLACE_BYTES_MAX, SKIPPED_LISTED_MAX,
     SKIPPED_TEXT_BYTES_MAX, STEPS_MAX, SUMMARY_BYTES_MAX, TABLE_LAG_MAX, TABLE_REPLICAS_MAX,
@@ -375,6 +375,7 @@ fn options(options: v1::Options) -> Checked<WorkerOptions> {
     let table_replicas =
         within("options.table_replicas", table_replicas, 1, TABLE_REPLICAS_MAX.into())?;
     let table_lag = within("options.table_lag", options.table_lag.into(), 0, TABLE_LAG_MAX.into())?;
+    let audit = within("options.audit", options.audit.into(), 0, AUDIT_MAX.into())?;
     let (work, validation) = work(options.work.ok_or("options.work: must be there")?)?;
     let micro_batch = within("options.micro_batch", options.micro_batch, 0, BATCH_RECORDS_MAX)?;
     let micro_batch = NonZeroU64::new(micro_batch);
@@ -412,6 +413,7 @@ fn options(options: v1::Options) -> Checked<WorkerOptions> {
         no_table_look_ahead: options.no_table_look_ahead,
         table_lag: table_lag as u8,
         table_servers: options.table_servers,
+        audit: audit as u32,
         link_encryption,
     })
 }

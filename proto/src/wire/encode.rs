@@ -288,6 +288,7 @@ fn options(options: WorkerOptions) -> v1::Options {
         no_table_look_ahead: options.no_table_look_ahead,
         table_lag: options.table_lag.into(),
         table_servers: options.table_servers,
+        audit: options.audit,
         leave_timeout_ms: options.leave_timeout.map(millis),
         link_encryption: link_encryption.into(),
         work: Some(work(options.work, options.validation)),

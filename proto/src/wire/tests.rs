@@ -343,6 +343,7 @@ fn options() -> WorkerOptions {
         no_table_look_ahead: true,
         table_lag: 2,
         table_servers: 5,
+        audit: 10_000,
         shuffle: crate::Shuffle { mode: crate::ShuffleMode::Block, buffer: NonZeroU64::new(9) },
         micro_batch: NonZeroU64::new(3),
         deterministic: false,

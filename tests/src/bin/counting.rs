@@ -59,6 +59,18 @@ struct Counting {
     /// deterministic.
     #[arg(long)]
     drift_at: Option<u64>,
+    /// In this call of `gradients()`, a bit of the result flips: a fault of the processor.
+    #[arg(long)]
+    miscount_at: Option<u64>,
+    /// In all calls from that one on.
+    #[arg(long)]
+    keeps_miscounting: bool,
+    /// Adds the number of the call to each gradient: a model that is not deterministic.
+    #[arg(long)]
+    counts_calls: bool,
+    /// Calls of `gradients()` so far.
+    #[arg(skip)]
+    calls: u64,
     /// Adds NaN to the gradient at this record.
     #[arg(long)]
     nan_at: Option<u64>,
@@ -130,6 +142,19 @@ impl Counting {
         Ok(())
     }
 
+    /// Changes the count of a record, in the configured calls.
+    fn miscount(&mut self, record: u64, counts: &mut [f32]) {
+        self.calls += 1;
+        let count = &mut counts[record as usize];
+        if self.counts_calls {
+            *count += self.calls as f32;
+        }
+        let is_wrong = |at| self.calls == at || (self.calls > at && self.keeps_miscounting);
+        if self.miscount_at.is_some_and(is_wrong) {
+            *count = f32::from_bits(count.to_bits() ^ (1 << 20));
+        }
+    }
+
     /// Adds 1 to the count of each record, in the configured time, and fails at the configured
     /// records.
     fn count(&mut self, batch: &[u64], counts: &mut [f32]) -> Result<(), UserError> {
@@ -183,6 +208,7 @@ impl Model for Counting {
         }
         if !gradients.is_overlapped() {
             self.count(&batch, gradients.sum())?;
+            self.miscount(batch[0], gradients.sum());
             return Ok(Loss::Sum(batch.len() as f64));
         }
         let quarter = self.parameter_count().div_ceil(4);

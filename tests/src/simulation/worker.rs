@@ -234,6 +234,7 @@ fn session(setting: &Setting, id: WorkerId, origin: Origin, dataset: &FileList) 
         exports_best: spec.seed.is_multiple_of(2),
         has_tables: setting.tables.is_some(),
         shards_optimizer: setting.chunks.is_some(),
+        audit: None,
     };
     let mut session = Session::new(id, plan).on_gpu(setting.gpus.is_some()).of(origin);
     session.ready(setting.parameters() as u64);

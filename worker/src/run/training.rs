@@ -12,6 +12,7 @@ use elasticdl_proto::{Deterministic, ParamDtype, Welcome, WireDtype, Work, Worke
 use elasticdl_tables::{ChunkLayout, Chunks, Table};
 
 use super::export_best;
+use crate::audit::check_audited;
 use crate::checkpoint::BestMetric;
 use crate::control::Control;
 use crate::donor::{Donor, PART_FLOATS_MAX, TRANSFER_IDLE_TIMEOUT};
@@ -27,6 +28,7 @@ use crate::model::{Model, NamedTensor, tables_of};
 use crate::ordered_reader::{OrderedReader, order_of};
 use crate::prefetch::Prefetch;
 use crate::program;
+use crate::session::audit::AuditPlan;
 use crate::session::evaluation::Plan;
 use crate::session::origin::Origin;
 use crate::session::plan::StepSize;
@@ -90,6 +92,9 @@ impl Training<'_> {
         if shards {
             check_sharding(&mut model, &*rule, &specs).map_err(Failure::fatal)?;
         }
+        if options.audit > 0 {
+            check_audited(&mut model, &specs).map_err(Failure::fatal)?;
+        }
         let is_half = options.param_dtype == ParamDtype::Bf16;
         if is_half {
             begin_half(&mut model, shards).map_err(Failure::fatal)?;
@@ -129,6 +134,7 @@ impl Training<'_> {
             seed: options.seed,
             session,
             exact,
+            audited: Vec::new(),
             summed: Ok(0),
             order,
             records: Box::new(prefetch),
@@ -171,6 +177,8 @@ fn plan_of(options: &WorkerOptions, dataset: &Dataset, evaluation: Option<&Plan>
         exports_best: export_best(options).is_some(),
         has_tables: false,
         shards_optimizer: options.shard_optimizer,
+        audit: (options.audit > 0)
+            .then_some(AuditPlan { seed: options.seed, per_million: options.audit }),
     }
 }
 

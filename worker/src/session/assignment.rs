@@ -4,6 +4,7 @@
 
 use elasticdl_proto::{Ledger, RecordRange};
 
+use super::audited::Audit;
 use super::phase::{Group, Pending};
 use super::{Computed, JobPlan, State, plan};
 use crate::session::header::{StepHeader, add_sums};
@@ -24,6 +25,7 @@ pub struct Assignment {
     /// Whether all ranks of the group wait for storage, by the last headers.
     all_wait: bool,
     pub(super) pending: Pending,
+    pub(super) audit: Audit,
     /// Speed of this rank.
     pace: Pace,
     /// Times per record of the group's ranks, from the last headers, and which are table servers.
@@ -90,6 +92,33 @@ impl Assignment {
         self.pending.row_touches += computed.row_touches;
     }
 
+    /// Whether a part of the pending gradient is audited.
+    pub fn is_audited(&self) -> bool {
+        self.audit.own().is_some()
+    }
+
+    /// Whether the records of the last [`Task::Compute`](super::Task::Compute) are audited, and
+    /// their [digest](Self::set_own_digest) is not known yet.
+    pub fn needs_own_digest(&self) -> bool {
+        self.audit.needs_own_digest()
+    }
+
+    /// Digest of the gradient that is pending.
+    pub fn set_own_digest(&mut self, digest: u64) {
+        self.audit.set_own_digest(digest);
+    }
+
+    /// The part of another rank is computed, with a gradient of this digest; `None`: its records
+    /// can't be read now.
+    pub fn audited(&mut self, digest: Option<u64>) {
+        self.audit.computed(digest);
+    }
+
+    /// Sum of the loss over the records of the pending gradient.
+    pub fn loss_sum(&self) -> f64 {
+        self.pending.loss_sum
+    }
+
     /// How long the records of the pending gradient took, in microseconds.
     pub fn computed_us(&self) -> u64 {
         self.pending.compute_us
@@ -107,6 +136,9 @@ impl Assignment {
     /// pending gradient, because the links broke before. Of several parts of one range, the last
     /// one comes first.
     pub fn not_computed(&mut self, ranges: &[RecordRange]) {
+        if !ranges.is_empty() {
+            self.audit.not_computed();
+        }
         let ends_with = |range: &RecordRange, rest: &RecordRange| {
             range.epoch == rest.epoch && range.end == rest.end && range.start <= rest.start
         };
@@ -132,7 +164,8 @@ impl Assignment {
     }
 
     /// Takes the gradient that a step of this round has absorbed.
-    pub(super) fn commit(&mut self) {
+    pub(super) fn commit(&mut self, job: &JobPlan, headers: &[StepHeader]) {
+        self.audit.commit(job, headers);
         let pending = std::mem::take(&mut self.pending);
         let records = pending.ranges.iter().map(RecordRange::len).sum();
         self.pace.note(records, pending.compute_us);
@@ -140,6 +173,7 @@ impl Assignment {
 
     /// Discards the pending gradient: it is that of a state which this rank gives up.
     pub(super) fn forget(&mut self) {
+        self.audit.forget();
         self.pending = Pending::default();
     }
 
@@ -148,6 +182,7 @@ impl Assignment {
         // A commit absorbs a rank's whole contribution.
         if self.pending.ranges.iter().any(|range| ledger.absorbed_of(*range) > 0) {
             self.pending = Pending::default();
+            self.audit.forget();
         }
     }
 
@@ -186,10 +221,14 @@ impl Assignment {
         if !plan.keeps[group.rank] {
             self.pending = Pending::default();
         }
-        let kept = ranks.iter().zip(plan.keeps).filter(|(_, keeps)| *keeps);
+        let kept = ranks.iter().zip(&plan.keeps).filter(|(_, keeps)| **keeps);
         let kept = kept.flat_map(|(rank, _)| &rank.pending);
         let is_foreseen = next.is_some();
         let mut assigned = next.map(|next| next.of_ranks).or(plan.assigned);
+        if let Some(assigned) = &assigned {
+            let of_step = (headers, ranks.as_slice());
+            self.audit.plan((job, state.step), group, of_step, (&plan.keeps, assigned));
+        }
         let step = kept.chain(assigned.iter().flatten().flatten()).copied();
         let step: Vec<RecordRange> = if assigned.is_some() { step.collect() } else { Vec::new() };
         let ledger = self.look_ahead((job, state), group, &step);

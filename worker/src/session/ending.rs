@@ -88,7 +88,9 @@ impl Session {
     /// [after that](Self::fails_after_hand_over).
     pub fn fails_alone(&self, headers: &[StepHeader]) -> Option<(String, Vec<RecordRange>)> {
         match &self.phase {
-            Phase::Round { group, .. } | Phase::Verifying { group, .. }
+            Phase::Rechecking { group, .. }
+            | Phase::Round { group, .. }
+            | Phase::Verifying { group, .. }
                 if self.ending(group, headers).is_none() =>
             {
                 self.program_failure()

@@ -6,6 +6,7 @@ use elasticdl_proto::RecordRange;
 use elasticdl_tables::OwnedHeader;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
+use crate::session::audit::AuditHeader;
 use crate::session::checkpoint::CheckpointHeader;
 use crate::session::evaluation::Evaluation;
 use crate::session::halt::Halt;
@@ -65,6 +66,8 @@ pub struct StepHeader {
     /// Whether this rank has looked up the rows of all records that it will compute for the next
     /// step, if nothing happens to the group. The trainer sets it.
     pub has_looked_ahead: bool,
+    /// What this rank contributes to the audit of the step, if it is audited.
+    pub audit: Option<AuditHeader>,
 }
 
 /// Size of a rank's part of the tables.

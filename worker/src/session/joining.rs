@@ -67,6 +67,7 @@ impl Session {
             Phase::Evaluating { group, .. }
             | Phase::Finished { group, .. }
             | Phase::HandingOver { group, .. }
+            | Phase::Rechecking { group, .. }
             | Phase::Repairing(group, _)
             | Phase::Round { group, .. }
             | Phase::Syncing(group)

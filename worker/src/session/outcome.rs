@@ -10,6 +10,7 @@ use elasticdl_proto::{Generation, RecordRange};
 
 use super::phase::{Apply, Outcome, Phase};
 use super::{Session, plan};
+use crate::session::audited::disputes;
 use crate::session::halt::{Halt, Reason};
 use crate::session::header::{StepHeader, add_sums};
 use crate::session::replicas::StateMismatch;
@@ -27,11 +28,14 @@ impl Session {
     ) -> Result<(), StateMismatch> {
         self.check(&headers)?;
         let is_finite = is_finite(&headers, sum_is_finite);
+        let disputes = disputes(&headers);
         if is_withheld(&headers) {
             self.withhold(&headers);
         } else if !self.is_complete(&headers) {
             // Some records could not be read: the next round computes them.
             return self.headers_exchanged(&headers);
+        } else if !disputes.is_empty() {
+            self.recheck(disputes);
         } else if !is_finite && !self.job.skips_nonfinite {
             self.step.outcome = Some(Outcome::Nonfinite(headers));
         } else {
@@ -47,6 +51,7 @@ impl Session {
         let is_applied = self.check(headers).is_ok()
             && !is_withheld(headers)
             && self.is_complete(headers)
+            && disputes(headers).is_empty()
             && is_finite(headers, true);
         let records = headers.iter().map(StepHeader::records).sum();
         (is_applied && records > 0).then_some(records)
@@ -147,7 +152,7 @@ impl Session {
         if let Phase::Round { group, .. } = &self.phase {
             // In a round every rank's gradient is part of the step. In a repair the ledger decides
             // (see `repaired`).
-            self.assignment.commit();
+            self.assignment.commit(&self.job, &headers);
             if group.rank == 0 {
                 if completes_epoch {
                     self.reports.note_epoch();

@@ -7,6 +7,7 @@ use std::time::Duration;
 use elasticdl_proto::{Generation, Membership, RecordRange, WorkerId};
 
 use super::types::{Broadcast, Exit, Task};
+use crate::session::audit::Dispute;
 use crate::session::halt::Ending;
 use crate::session::header::{StateRecord, StepHeader};
 use crate::session::origin::Origin;
@@ -40,6 +41,14 @@ pub(super) enum Phase {
         group: Group,
         reported: bool,
         ending: Ending,
+    },
+    /// Ranks have computed different gradients of the same records: all compute them again, and
+    /// exchange the digests in an idle round.
+    Rechecking {
+        group: Group,
+        disputes: Vec<Dispute>,
+        /// What this rank has computed.
+        again: Option<Vec<u64>>,
     },
     Repairing(Group, Repairing),
     Round {

@@ -70,6 +70,7 @@ impl Session {
             Phase::Evaluating { group, .. }
             | Phase::Finished { group, .. }
             | Phase::HandingOver { group, .. }
+            | Phase::Rechecking { group, .. }
             | Phase::Repairing(group, _)
             | Phase::Round { group, .. }
             | Phase::Syncing(group)
@@ -108,6 +109,11 @@ impl Session {
     /// Whether this worker joins another group before it sums the gradient that it computes.
     pub fn is_switching(&self) -> bool {
         self.step.switches
+    }
+
+    /// Whether the next header travels with the sum of a step.
+    pub fn is_summing(&self) -> bool {
+        matches!(self.phase, Phase::Round { assigned: Some(_), .. })
     }
 
     /// The state that this worker may send to joining workers: all ranks of its generation have

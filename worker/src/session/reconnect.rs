@@ -23,6 +23,7 @@ impl Session {
             Phase::Finished { reported, .. } => *reported = false,
             Phase::Evaluating { group, .. }
             | Phase::HandingOver { group, .. }
+            | Phase::Rechecking { group, .. }
             | Phase::Round { group, .. }
             | Phase::Verifying { group, .. } => {
                 let (generation, rank) = (group.generation, group.rank);

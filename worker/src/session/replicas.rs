@@ -16,7 +16,7 @@
 
 use std::fmt;
 
-use elasticdl_proto::WorkerId;
+use elasticdl_proto::{RecordRange, WorkerId};
 
 use crate::session::header::StepHeader;
 use crate::session::origin::{Origin, Program};
@@ -94,6 +94,8 @@ pub(super) fn compare_rounds(headers: &[StepHeader], step: u64) -> Option<(Verdi
 /// How replicas were found to differ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
+    /// By an audit: ranks have computed different gradients of these records.
+    Audit(RecordRange),
     /// By the part of the state that is compared at each step.
     Step,
     /// When a group formed.
@@ -135,6 +137,30 @@ impl StateMismatch {
         format!("{}{more}", named.join(", "))
     }
 
+    /// As [`Display`](fmt::Display), of an audit that has found different gradients.
+    fn write_audit(&self, f: &mut fmt::Formatter<'_>, records: RecordRange) -> fmt::Result {
+        let Verdict { failing, has_majority } = &self.verdict;
+        let (names, step) = (self.names(failing), self.step.saturating_add(1));
+        let agree = self.members.len().saturating_sub(failing.len());
+        let RecordRange { epoch, start, end } = records;
+        let records = format!("records {start}..{end} of epoch {epoch} in step {step}");
+        let cause = self.cause();
+        if *has_majority {
+            write!(
+                f,
+                "wrong arithmetic: {names} computed another gradient of {records} than the other \
+                 {agree}, which have not applied it and compute the step without it; {cause}"
+            )
+        } else {
+            write!(
+                f,
+                "wrong arithmetic: {names} computed different gradients of {records}, and none \
+                 can tell which is right; none was applied, and the newest checkpoint counts; \
+                 {cause}"
+            )
+        }
+    }
+
     /// What speaks for which cause.
     fn cause(&self) -> String {
         let programs: Vec<&Program> =
@@ -152,9 +178,18 @@ impl StateMismatch {
         let same =
             if known.len() == programs.len() { "all run the same program, and " } else { "" };
         let is_one = self.verdict.has_majority && self.verdict.failing.len() == 1;
-        if is_one {
+        let what = match self.found {
+            Found::Audit(_) => "worker",
+            Found::Step | Found::Sync | Found::Whole(_) => "replica",
+        };
+        if self.members.len() == 1 {
+            "it contradicts itself, which speaks for a fault of its host's memory or processor; if \
+             it happens again at once, the model is not deterministic: its methods must depend on \
+             their arguments alone"
+                .into()
+        } else if is_one {
             format!(
-                "{same}one replica alone differs, which speaks for a fault of its host's memory or \
+                "{same}one {what} alone differs, which speaks for a fault of its host's memory or \
                  processor; if it happens again at once, the model is not deterministic"
             )
         } else if self.members.len() == 2 {
@@ -165,7 +200,7 @@ impl StateMismatch {
             )
         } else {
             format!(
-                "{same}several replicas differ, which speaks for a model that is not deterministic \
+                "{same}several {what}s differ, which speaks for a model that is not deterministic \
                  (its methods must depend on their arguments alone), or for hosts that compute \
                  differently"
             )
@@ -177,6 +212,7 @@ impl fmt::Display for StateMismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Verdict { failing, has_majority } = &self.verdict;
         let found = match self.found {
+            Found::Audit(records) => return self.write_audit(f, records),
             Found::Step => format!("the digests of a part of the state at step {}", self.step),
             Found::Sync => format!("the digests at step {}, as a group formed", self.step),
             Found::Whole(step) => format!("the digests of the whole state at step {step}"),

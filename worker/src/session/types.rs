@@ -6,6 +6,7 @@ use std::ops::Range;
 
 use elasticdl_proto::{CheckpointEvery, Ledger, Membership, RecordRange, WorkerId};
 
+use crate::session::audit::AuditPlan;
 use crate::session::evaluation::{self, Evaluation};
 use crate::session::header::StateRecord;
 use crate::session::origin::ProgramMismatch;
@@ -35,6 +36,8 @@ pub struct JobPlan {
     /// Whether the optimizer's state is divided over the group, so that no rank can give all of it
     /// to a joining worker.
     pub shards_optimizer: bool,
+    /// Which steps are audited; `None`: no step.
+    pub audit: Option<AuditPlan>,
 }
 
 #[cfg(test)]
@@ -54,6 +57,7 @@ impl JobPlan {
             exports_best: false,
             has_tables: false,
             shards_optimizer: false,
+            audit: None,
         }
     }
 }
@@ -61,6 +65,8 @@ impl JobPlan {
 /// The next task of the worker. Each variant names the call that reports its result.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Task {
+    /// Compute the gradient of these records of another rank by itself: `Assignment::audited`.
+    Audit(Vec<RecordRange>),
     /// Start to build the group's NCCL communicator, a collective operation:
     /// `Session::nccl_started`.
     BuildNccl,
@@ -95,6 +101,9 @@ pub enum Task {
     /// The group goes on without this worker, which keeps its state: wait for a message from the
     /// master, for a limited time: `Session::leave`.
     StandBy,
+    /// Compute the gradient of each of these parts of a step by itself, as ranks disagree about
+    /// them: `Session::rechecked`.
+    Recheck(Vec<Vec<RecordRange>>),
     /// All-reduce the pending gradient, or zeros if it `is_empty`, together with
     /// `Session::header`: `Session::summed`.
     Step { is_empty: bool },

@@ -36,7 +36,10 @@ impl Session {
     /// # Errors
     /// Which ranks must fail. This rank fails, or leaves the links: [`Session::broken`].
     pub(super) fn check(&self, headers: &[StepHeader]) -> Result<(), StateMismatch> {
-        let (Phase::Round { group, .. } | Phase::Verifying { group, .. }) = &self.phase else {
+        let (Phase::Rechecking { group, .. }
+        | Phase::Round { group, .. }
+        | Phase::Verifying { group, .. }) = &self.phase
+        else {
             return Ok(());
         };
         match compare_rounds(headers, self.step()) {

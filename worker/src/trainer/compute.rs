@@ -81,7 +81,9 @@ impl<M: Model> Trainer<'_, M> {
                     work.busy += self.machine.now() - started;
                     continue;
                 }
-                let (loss, took) = match is_last.then(|| self.model.bucket_len()).flatten() {
+                // A part is computed as the rank that audits it does.
+                let may_overlap = is_last && !self.session.assignment.is_audited();
+                let (loss, took) = match may_overlap.then(|| self.model.bucket_len()).flatten() {
                     Some(bucket) => self.last_gradients(batch, &parts, bucket).map_err(fail)?,
                     None => {
                         let loss = self.gradients(batch, &parts).map_err(fail)?;
@@ -121,6 +123,7 @@ impl<M: Model> Trainer<'_, M> {
             row_touches,
         });
         self.session.assignment.not_read(&unread);
+        self.note_own_digest();
         Ok(())
     }
 

@@ -1,4 +1,5 @@
-//! GPU support of the trainer: it builds NCCL during the steps and reports the transport.
+//! GPU support of the trainer: it builds NCCL during the steps, reports the transport, and begins
+//! updates.
 
 use elasticdl_collective::CollectiveError;
 use elasticdl_collective::device::{DeviceError, NcclPolicy, Path};
@@ -6,10 +7,12 @@ use elasticdl_collective::nccl::NcclState;
 use elasticdl_proto::WorkerMessage;
 
 use super::Trainer;
+use super::device::optimizer_of;
 use super::stopped::Stopped;
 use crate::descriptors;
 use crate::failure::Failure;
 use crate::model::Model;
+use crate::session::header::StepHeader;
 use crate::session::transport_switch::{NcclObstacle, Transport};
 use crate::tensors::Tensors;
 
@@ -30,6 +33,20 @@ impl<M: Model> Trainer<'_, M> {
             Transport::Host => Path::Host,
             Transport::Nccl => Path::Nccl,
         }
+    }
+
+    /// Enqueues the update on a GPU, where it changes nothing if the sum is not finite: the GPU
+    /// does not wait until the host knows. Returns whether it has, which is only if the step will
+    /// be committed or its sum is not finite.
+    pub(super) fn begin_update(&mut self, headers: &[StepHeader]) -> Result<bool, Stopped> {
+        let Tensors::Device { state, .. } = &mut self.tensors else { return Ok(false) };
+        let optimizer = optimizer_of(&mut self.model, &*self.rule);
+        let Some((optimizer, records)) = optimizer.zip(self.session.records_to_apply(headers))
+        else {
+            return Ok(false);
+        };
+        state.update_if_finite((self.session.step(), records), &optimizer)?;
+        Ok(true)
     }
 
     /// Reports the transport of the step's all-reduce to the master: once per generation, because

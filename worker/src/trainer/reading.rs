@@ -61,6 +61,9 @@ impl<M: Model> Trainer<'_, M> {
             mine.has_nonfinite_sum = sharded.has_nonfinite_sum();
             mine.chunk_digest = sharded.chunks().window_digest();
         }
+        if self.session.is_summing() {
+            self.renew_own_digest(&mut mine);
+        }
         mine.tables = held;
         mine.has_looked_ahead = self.has_looked_ahead();
         Ok(header::encode(&mine))

@@ -39,6 +39,19 @@ pub(crate) struct ResilienceOptions {
     #[arg(long)]
     pub(crate) allow_mixed_builds: bool,
 
+    /// Have this share of the steps computed twice, by different workers, and compared bit for bit:
+    /// `1%`, or `0.0001%` to `100%`.
+    ///
+    /// In such a step each worker also computes the part of another one, of another host if there
+    /// are several, so 1% costs about 1% of the time. If two results differ, the step is not
+    /// applied, all workers compute these records again, and the worker that is alone with its
+    /// result is replaced, on another node if possible: its memory or processor has a fault. The
+    /// step is then computed again. With two workers that stand by their results, none is trusted,
+    /// and the job goes back to the newest checkpoint. A model that is not deterministic is
+    /// refused; so are PyTorch programs, models on GPUs and models with tables. [default: no step]
+    #[arg(long, value_name = "PERCENT", value_parser = parse_audit)]
+    pub(crate) audit: Option<u32>,
+
     /// Which members of the group must report the final state before the job is complete.
     ///
     /// all: every member, and their states are compared. lowest-rank: the member of rank 0, which
@@ -47,6 +60,16 @@ pub(crate) struct ResilienceOptions {
     #[arg(long, value_name = "WHO", default_value = "all",
           value_parser = values::choice(SUCCESS_POLICIES))]
     pub(crate) success_policy: SuccessPolicy,
+}
+
+/// Parses a share in percent, as parts per million.
+fn parse_audit(text: &str) -> Result<u32, String> {
+    let percent = text.strip_suffix('%').unwrap_or(text).parse::<f64>().ok();
+    let millionths = percent.map(|percent| percent * 10_000.0);
+    let is_whole = |m: &f64| (1.0..=1_000_000.0).contains(m) && (m - m.round()).abs() < 1e-6;
+    millionths.filter(is_whole).map(|millionths| millionths.round() as u32).ok_or_else(|| {
+        "it must be a share of the steps from 0.0001% to 100%, for example `1%`".to_owned()
+    })
 }
 
 /// Values of `--on-nonfinite`.
@@ -59,3 +82,21 @@ const SUCCESS_POLICIES: Choices<SuccessPolicy> = &[
     ("all", SuccessPolicy::All, "Every member"),
     ("lowest-rank", SuccessPolicy::LowestRank, "The member of rank 0"),
 ];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_audit_is_a_share_in_percent() {
+        for (text, millionths) in
+            [("1%", 10_000), ("1", 10_000), ("0.5%", 5000), ("0.0001%", 1), ("100%", 1_000_000)]
+        {
+            assert_eq!(parse_audit(text), Ok(millionths), "{text}");
+        }
+        for bad in ["", "%", "0", "0%", "101%", "-1%", "0.00001%", "1.00001%", "NaN", "one", "1%%"]
+        {
+            assert!(parse_audit(bad).unwrap_err().contains("for example `1%`"), "{bad}");
+        }
+    }
+}

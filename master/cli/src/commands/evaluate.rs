@@ -67,6 +67,7 @@ mod tests {
         let rejected: Vec<&str> = train.difference(&evaluate).map(String::as_str).collect();
         let expected = [
             "allow-mixed-builds",
+            "audit",
             "best-metric",
             "channels",
             "checkpoint-dir",

@@ -26,6 +26,9 @@ impl Job {
     ) {
         self.out.mark_dirty();
         self.count_exit(worker);
+        if has_majority {
+            self.avoid_node_of(now, worker);
+        }
         // A failed worker ends by itself.
         self.forget_with_pod(now, worker, FAILED_GRACE);
         match self.lifecycle.note_divergence(self.data.step()) {

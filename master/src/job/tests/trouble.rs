@@ -109,6 +109,17 @@ fn replacements_avoid_the_node_of_a_failure_for_a_while() {
 }
 
 #[test]
+fn the_node_of_a_worker_that_is_alone_with_its_state_or_result_is_avoided() {
+    for has_majority in [true, false] {
+        let mut job = started(spec(), &[20]);
+        locate(&mut job, 2, "b");
+        let error = "it differs".to_owned();
+        deliver(&mut job, 2, WorkerMessage::Diverged { error, has_majority });
+        assert_eq!(job.lifecycle.avoided_node(at(1)), has_majority.then_some("b"));
+    }
+}
+
+#[test]
 fn kills_without_progress_end_the_job_and_say_that_memory_ran_out() {
     let mut job = started(spec(), &[20]);
     let mut ms = 0;

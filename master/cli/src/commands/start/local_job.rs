@@ -298,6 +298,7 @@ mod tests {
             no_table_look_ahead: false,
             table_lag: 0,
             table_servers: 0,
+            audit: 0,
             restart_without_checkpoint: false,
             grace_period: Duration::from_secs(30),
             policies: Policies {

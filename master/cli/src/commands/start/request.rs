@@ -90,6 +90,7 @@ impl StartRequest {
                     no_table_look_ahead: tuning.no_table_look_ahead,
                     table_lag: tuning.table_lag,
                     table_servers: tuning.table_servers,
+                    audit: options.resilience.audit.unwrap_or(0),
                     on_nonfinite: options.resilience.on_nonfinite,
                     allow_mixed_builds: options.resilience.allow_mixed_builds,
                     restart_without_checkpoint: options.resilience.restart_without_checkpoint,
