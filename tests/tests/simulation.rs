@@ -53,6 +53,7 @@ fn every_record_is_counted_once_under_every_fault_plan() {
             && coverage.storms > 50,
         "{coverage:#?}"
     );
+    assert!(coverage.miscounted > 100 && coverage.audited > 60, "{coverage:#?}");
     assert!(coverage.pods_failed > 500 && coverage.suspensions > 500, "{coverage:#?}");
     assert!(
         coverage.fenced > 1000 && coverage.stopped > 20 && coverage.masters_crashed > 500,

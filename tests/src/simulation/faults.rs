@@ -166,6 +166,7 @@ impl World {
             }
             FaultKind::Flip => self.flip(p),
             FaultKind::Hang => self.hang(p),
+            FaultKind::Miscount => self.begin_miscounts(p),
             FaultKind::LeaveAndCrash => self.leave_and_crash(p),
             FaultKind::LoseAllStreams => {
                 (0..self.processes.len()).for_each(|q| self.lose_one_of(q, true))

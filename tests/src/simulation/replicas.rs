@@ -1,10 +1,15 @@
-//! Replicas that differ, and workers of another build.
+//! Replicas that differ, wrong gradients, and workers of another build.
 //!
 //! A bit flips in the parameters of a member. Each step compares a part of the state, and each
 //! checkpoint the whole, so the ranks find it within a few steps.
 //!
 //! **Oracle:** no checkpoint is complete with that bit, and no job ends with it. Where most ranks
 //! agree, only a rank with that bit gives up its state. A worker of another build commits no step.
+//!
+//! In jobs that are audited, a worker computes wrong gradients, once or several times.
+//!
+//! **Oracle:** no step has a wrong sum. Where most ranks agree, only a rank that has computed a
+//! wrong gradient fails.
 //!
 //! What no rank can tell is not judged: a wrong state that is the only one, or that is copied
 //! before it is compared.
@@ -39,6 +44,32 @@ impl World {
         }
     }
 
+    /// `p` computes this number of wrong gradients, as long as they are audited.
+    pub(super) fn begin_miscounts(&mut self, p: usize) {
+        if self.may_flip(p) && !self.processes[p].trainer.has_miscounted {
+            self.processes[p].trainer.miscounts = self.rng.between(1, 5) as u32;
+        }
+    }
+
+    /// Whether the gradient that `p` computes is wrong. That of a worker alone is right: it would
+    /// be wrong a second time.
+    pub(super) fn miscounts(&mut self, p: usize) -> bool {
+        let trainer = &mut self.processes[p].trainer;
+        let is_alone = trainer.ring.as_ref().is_none_or(|ring| ring.world() == 1);
+        if trainer.miscounts == 0 || is_alone || !trainer.is_auditing.get() {
+            return false;
+        }
+        trainer.miscounts -= 1;
+        if !std::mem::replace(&mut trainer.has_miscounted, true) {
+            self.oracle.failures_max += 1;
+            self.fault_plan.links_may_break = true;
+            self.processes.iter_mut().for_each(|process| process.is_degraded = true);
+        }
+        trace!(self, "{}: computes a wrong gradient", self.name(p));
+        self.oracle.coverage.miscounted += 1;
+        true
+    }
+
     /// A bit of a parameter of `p` has flipped.
     pub(super) fn note_flip(&mut self, p: usize, parameter: usize) {
         trace!(self, "{}: a bit of parameter {parameter} flips", self.name(p));
@@ -59,7 +90,7 @@ impl World {
 
     /// Checks that `p` may have left a group whose replicas differ from its own.
     pub(super) fn check_difference(&mut self, p: usize) {
-        if self.oracle.coverage.flipped == 0 {
+        if self.oracle.coverage.flipped + self.oracle.coverage.miscounted == 0 {
             self.violate(format!("{}: replicas differ", self.name(p)));
         }
     }
@@ -69,7 +100,13 @@ impl World {
         self.fault_plan.links_may_break = true;
         self.processes[p].is_degraded = true;
         let is_wrong = self.processes[p].trainer.is_wrong();
+        let miscounted = self.processes[p].trainer.has_miscounted;
         match failure {
+            WorkerMessage::Diverged { has_majority, .. }
+                if self.oracle.coverage.miscounted > 0 && (miscounted || !has_majority) =>
+            {
+                self.oracle.coverage.audited += 1;
+            }
             WorkerMessage::Diverged { has_majority, .. }
                 if self.oracle.coverage.flipped > 0 && (is_wrong || !has_majority) =>
             {

@@ -32,6 +32,7 @@ impl World {
             outbox,
             holds_state: trainer.holds_state.clone(),
             flips: trainer.flips.clone(),
+            is_auditing: trainer.is_auditing.clone(),
             requests: trainer.requests.clone(),
             completions: trainer.completions.clone(),
             is_unavailable: self.checkpoint_store.is_unavailable.clone(),

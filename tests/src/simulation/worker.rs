@@ -10,6 +10,7 @@ use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use elasticdl::machine::Completion;
+use elasticdl::session::audit::AuditPlan;
 use elasticdl::session::evaluation::{BLOCK_RECORDS, Evaluation, Plan};
 use elasticdl::session::halt::Ending;
 use elasticdl::session::header::StepHeader;
@@ -45,6 +46,7 @@ pub(super) struct Worker {
     pub(super) outbox: UnboundedSender<WorkerMessage>,
     pub(super) holds_state: Arc<AtomicBool>,
     pub(super) flips: Rc<Cell<Option<usize>>>,
+    pub(super) is_auditing: Rc<Cell<bool>>,
     pub(super) requests: Shared<StateRequest>,
     pub(super) completions: Shared<Completion>,
     pub(super) is_unavailable: Rc<Cell<bool>>,
@@ -133,7 +135,7 @@ pub(super) struct Commit {
 impl Worker {
     /// Runs until the trainer ends.
     pub(super) fn run(self) {
-        let Self { setting, id, origin, inbox, outbox, flips, .. } = self;
+        let Self { setting, id, origin, inbox, outbox, flips, is_auditing, .. } = self;
         let serves_tables = origin.serves_tables;
         let exit = match prepare(&setting, &inbox, &outbox) {
             None => Ok(Exit::Shutdown(String::new())),
@@ -170,7 +172,15 @@ impl Worker {
                 let trainer =
                     SimulatedTrainer::new(parts, &inbox, outbox.clone(), self.holds_state);
                 let before = Before::default();
-                let watched = Watched { trainer, setting, serves_tables, flips, updated, before };
+                let watched = Watched {
+                    trainer,
+                    setting,
+                    serves_tables,
+                    flips,
+                    is_auditing,
+                    updated,
+                    before,
+                };
                 watched.run()
             }
         };
@@ -234,7 +244,7 @@ fn session(setting: &Setting, id: WorkerId, origin: Origin, dataset: &FileList) 
         exports_best: spec.seed.is_multiple_of(2),
         has_tables: setting.tables.is_some(),
         shards_optimizer: setting.chunks.is_some(),
-        audit: None,
+        audit: (spec.audit > 0).then_some(AuditPlan { seed: spec.seed, per_million: spec.audit }),
     };
     let mut session = Session::new(id, plan).on_gpu(setting.gpus.is_some()).of(origin);
     session.ready(setting.parameters() as u64);
@@ -258,6 +268,8 @@ struct Watched<'a> {
     setting: Rc<Setting>,
     serves_tables: bool,
     flips: Rc<Cell<Option<usize>>>,
+    /// Whether the next gradient is audited.
+    is_auditing: Rc<Cell<bool>>,
     /// The sum of the last update, if there was one in this turn.
     updated: Rc<Cell<Option<Vec<f32>>>>,
     before: Before,
@@ -284,6 +296,7 @@ impl Watched<'_> {
             // The first one reports that the worker is ready.
             let turned = self.observe();
             act_and_wait(move |world, thread| world.turned(thread, turned));
+            self.is_auditing.set(self.trainer.session().is_auditing());
             if let Some(exit) = self.trainer.turn()? {
                 return Ok(exit);
             }
@@ -292,7 +305,7 @@ impl Watched<'_> {
 
     /// Compares the trainer with what it was a turn ago.
     fn observe(&mut self) -> Turned {
-        let Self { trainer, setting, serves_tables, flips, updated, before } = self;
+        let Self { trainer, setting, serves_tables, flips, updated, before, .. } = self;
         let mut updated = updated.take();
         let repaired_at = trainer.repaired_at();
         let session = trainer.session();

@@ -111,6 +111,17 @@ impl Session {
         self.step.switches
     }
 
+    /// Whether the gradient that this worker computes next is compared with that of another one.
+    pub fn is_auditing(&self) -> bool {
+        match &self.phase {
+            Phase::Rechecking { .. } => true,
+            Phase::Round { assigned: Some(ranges), computed: false, .. } if !ranges.is_empty() => {
+                self.assignment.needs_own_digest()
+            }
+            _ => self.assignment.audit.part().is_some(),
+        }
+    }
+
     /// Whether the next header travels with the sum of a step.
     pub fn is_summing(&self) -> bool {
         matches!(self.phase, Phase::Round { assigned: Some(_), .. })

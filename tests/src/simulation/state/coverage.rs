@@ -60,6 +60,10 @@ counts! {
     hung,
     /// Bits that flipped in the state of a worker.
     flipped,
+    /// Wrong gradients that were computed in audited steps.
+    miscounted,
+    /// Workers that failed because an audit found a wrong gradient.
+    audited,
     /// Workers that gave up their state because replicas differed.
     diverged,
     /// Runs that ended early, as a wrong state was the only one, or was copied.

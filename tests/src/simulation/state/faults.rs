@@ -85,6 +85,8 @@ pub(crate) enum FaultKind {
     FailPersisting,
     /// A bit of a worker's parameters flips.
     Flip,
+    /// A worker computes wrong gradients.
+    Miscount,
     /// A trainer thread hangs in a step; the worker's heartbeats go on.
     Hang,
     /// A worker gets SIGTERM, and another one is killed at about the time at which it leaves.
@@ -228,6 +230,15 @@ fn draw_rare(faults: &mut VecDeque<Fault>, setting: &Setting, rng: &mut SimRng) 
         let kind = FaultKind::Flip;
         let (moment, target) = (Some(Moment::Replicated), Target::AtMoment);
         faults.push_back(Fault { after: 1, moment, wait_max: 20_000, kind, target });
+    }
+    if setting.spec.audit > 0 && may_flip {
+        // Records that an auditor can't read are not audited.
+        let kept = |fault: &Fault| !matches!(fault.kind, FaultKind::StoreUnavailable);
+        faults.retain(kept);
+        let (moment, target) = (Some(Moment::Replicated), Target::AtMoment);
+        let fault = Fault { after: 1, moment, wait_max: 20_000, kind: FaultKind::Miscount, target };
+        let place = rng.below(faults.len() as u64 + 1) as usize;
+        faults.insert(place, fault);
     }
 }
 

@@ -166,6 +166,10 @@ impl Setting {
             setting.spec.on_rows_lost = OnRowsLost::Stale;
             setting.tables.iter_mut().for_each(|tables| tables.lag = 0);
         }
+        let audit = SimRng::new(seed.rotate_left(56)).below(16);
+        if setting.tables.is_none() && setting.gpus.is_none() && audit < 2 {
+            setting.spec.audit = [1_000_000, 300_000][audit as usize];
+        }
         setting.draw_rare_worlds(&mut SimRng::new(seed.rotate_left(20)));
         setting.draw_table_servers(&mut SimRng::new(seed.rotate_left(36)));
         setting

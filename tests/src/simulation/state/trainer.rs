@@ -68,6 +68,12 @@ pub(crate) struct Trainer {
     pub(crate) has_rows: bool,
     /// A parameter of which a bit is to flip.
     pub(crate) flips: Rc<Cell<Option<usize>>>,
+    /// Whether its next gradient is audited.
+    pub(crate) is_auditing: Rc<Cell<bool>>,
+    /// Number of audited gradients that it is to compute wrongly.
+    pub(crate) miscounts: u32,
+    /// Whether it has computed a wrong gradient.
+    pub(crate) has_miscounted: bool,
     /// Exit code of the process, once the trainer is done.
     pub(crate) ended: Option<i32>,
 }
