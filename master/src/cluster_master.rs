@@ -70,6 +70,7 @@ impl ClusterMaster {
         // A master that waits for the Lease answers liveness probes too.
         let (publish, published) = watch::channel(None);
         let progress = progress.publishing(publish);
+        let shown = published.clone();
         let http = HttpServer::serve(&data.unwrap_or_default(), published).await?;
         let mut lease = tokio::select! {
             lease = LeaderLease::acquire(&cluster, &meta, &self.pod) => lease?,
@@ -86,7 +87,7 @@ impl ClusterMaster {
         };
         let leading = leader.run(lease.guard(), lease.transitions(), progress, send_persisted);
         tokio::pin!(leading);
-        let standby = succession::keep_standby(&cluster, &meta, &self.pod, lease.guard());
+        let standby = succession::keep_standby(&cluster, &meta, &self.pod, lease.guard(), shown);
         let code = tokio::select! {
             code = &mut leading => code,
             never = standby => match never {},

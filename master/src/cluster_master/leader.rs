@@ -34,6 +34,7 @@ use crate::kube::objects::{POD_IP, PORT};
 use crate::kube::persisted_job::{PersistedJobWriter, PersistedWatch};
 use crate::kube::pods::{self, PodFactory, Pods};
 use crate::kube::requests::UserRequest;
+use crate::kube::state_labels::StateLabels;
 use crate::kube::{anchor, master_address, succession};
 use crate::listener::{Identity, ServerConfig};
 use crate::mlflow;
@@ -164,7 +165,15 @@ impl Leader<'_> {
         let master = master.map_err(cannot("start the master"))?;
         info!(job = args.job_name, incarnation, "master listens");
         tasks.spawn(tell(http.published.clone(), recorder.clone(), incarnation > 1));
-        let code = self.conduct(master, &writer, &recorder, age, history).await;
+        let mut labels = StateLabels::of_job(self.cluster, &args.job_name).await;
+        let code = tokio::select! {
+            code = self.conduct(master, &writer, &recorder, age, history) => code,
+            never = labels.keep(http.published.clone()) => match never {},
+        };
+        let last = http.published.borrow().clone();
+        if let Some(Snapshot { status, .. }) = last {
+            labels.write(&status).await;
+        }
         // What is missing at the tracking server is in this master's log.
         let _ = exporters.finish(None).await;
         code
@@ -331,12 +340,12 @@ async fn tell(
     // What a former master has told is not told again.
     let mut news = None;
     loop {
-        if let Some(Snapshot { status, .. }) = &*published.borrow_and_update() {
+        if let Some(known) = &*published.borrow_and_update() {
             let news = news.get_or_insert_with(|| match is_resumed {
-                true => News::known(status),
+                true => News::known(known),
                 false => News::default(),
             });
-            news.record(status, &recorder);
+            news.record(known, &recorder);
         }
         if published.changed().await.is_err() {
             return;

@@ -3,7 +3,7 @@
 
 use elasticdl_proto::Generation;
 
-use crate::job::{Cause, Status};
+use crate::job::{Cause, Snapshot, Status};
 use crate::kube::events::EventRecorder;
 
 /// What is recorded already.
@@ -11,23 +11,34 @@ use crate::kube::events::EventRecorder;
 pub(super) struct News {
     state: String,
     generation: Generation,
+    /// Losses of the state since this master started.
+    state_losses: u64,
 }
 
 impl News {
-    /// All that `status` says is recorded already.
-    pub(super) fn known(status: &Status) -> Self {
-        Self { state: status.state.clone().into_owned(), generation: status.generation }
+    /// All that `snapshot` says is recorded already.
+    pub(super) fn known(Snapshot { status, counters, .. }: &Snapshot) -> Self {
+        Self {
+            state: status.state.clone().into_owned(),
+            generation: status.generation,
+            state_losses: counters.state_losses,
+        }
     }
 
-    /// Records what is new in `status`.
-    pub(super) fn record(&mut self, status: &Status, recorder: &EventRecorder) {
-        for (reason, message) in self.take(status) {
+    /// Records what is new in `snapshot`.
+    pub(super) fn record(&mut self, snapshot: &Snapshot, recorder: &EventRecorder) {
+        for (reason, message) in self.take(&snapshot.status, snapshot.counters.state_losses) {
             recorder.record(reason, message);
         }
     }
 
-    fn take(&mut self, status: &Status) -> Vec<(&'static str, String)> {
+    fn take(&mut self, status: &Status, state_losses: u64) -> Vec<(&'static str, String)> {
         let mut news = Vec::new();
+        if state_losses > self.state_losses {
+            self.state_losses = state_losses;
+            let message = "all workers were lost, and no checkpoint had their state".to_owned();
+            news.push(("StateLost", message));
+        }
         let changes = status.memberships.iter().filter(|m| m.generation > self.generation);
         for change in changes {
             let reason = match change.cause {
@@ -88,7 +99,7 @@ mod tests {
     fn each_change_of_the_group_and_each_stop_is_told_once() {
         let mut status = Job::new(spec()).snapshot(Time::default()).status;
         let mut news = News::default();
-        assert_eq!(news.take(&status), []);
+        assert_eq!(news.take(&status, 0), []);
         let change = |generation, cause, lost: &[u64]| MembershipChange {
             generation: Generation(generation),
             cause,
@@ -103,12 +114,14 @@ mod tests {
             ("MembershipChanged", "generation 1 from step 84: 3 workers (start)".to_owned()),
             ("WorkersLost", "generation 2 from step 84: 3 workers (lost); lost: 2, 5".to_owned()),
         ];
-        assert_eq!(news.take(&status), told);
-        assert_eq!(news.take(&status), []);
+        assert_eq!(news.take(&status, 0), told);
+        assert_eq!(news.take(&status, 0), []);
         (status.state, status.step) = ("suspended".into(), 90);
         status.events = vec!["its state is in a checkpoint".into()];
         let told = "the job is suspended at step 90: its state is in a checkpoint".to_owned();
-        assert_eq!(news.take(&status), [("JobSuspended", told)]);
-        assert_eq!(news.take(&status), []);
+        assert_eq!(news.take(&status, 0), [("JobSuspended", told)]);
+        assert_eq!(news.take(&status, 0), []);
+        assert_eq!(news.take(&status, 1)[0].0, "StateLost");
+        assert_eq!(news.take(&status, 1), []);
     }
 }

@@ -39,6 +39,7 @@ pub mod rights;
 pub mod route;
 pub mod schedulers;
 pub mod silence;
+pub(crate) mod state_labels;
 pub mod submit;
 pub(crate) mod succession;
 #[cfg(test)]

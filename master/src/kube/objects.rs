@@ -323,6 +323,7 @@ fn worker_template(request: &Request, resources: &Resources) -> Result<Pod, Temp
     metadata.name = None;
     template::mark(&mut metadata, of_user);
     parts::refuse_sidecars(&mut metadata);
+    parts::allow_scale_down(&mut metadata);
     if let Some(gang) = gang {
         gang.mark_template(&mut metadata);
     }

@@ -20,14 +20,17 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
 use k8s_openapi::jiff::Timestamp;
 use kube::Api;
 use kube::api::{ListParams, Patch, PatchParams, PostParams};
-use serde_json::json;
+use serde_json::{Value, json};
+use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 use tracing::{info, warn};
 
 use super::client::{Cluster, ClusterError};
 use super::leader_lease::{Holder, LeaseGuard};
 use super::objects;
+use super::state_labels::patch_of;
 use super::verdict::{Verdict, classify};
+use crate::job::Snapshot;
 
 /// What follows a master that is ending.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -65,17 +68,19 @@ pub(crate) async fn ensure_successor(
     Ok(NextMaster::Expected)
 }
 
-/// Keeps a standby while this master, `holder`, leads, from the first failed master of the Job on.
-/// Never completes.
+/// Keeps a standby while this master, `holder`, leads, from the first failed master of the Job on,
+/// and tells what is `published` in the labels of the Job. Never completes.
 pub(crate) async fn keep_standby(
     cluster: &Cluster,
     anchor: &ObjectMeta,
     holder: &Holder,
     mut guard: LeaseGuard,
+    published: watch::Receiver<Option<Snapshot>>,
 ) -> Infallible {
     let mut was_refused = false;
     loop {
-        let ensured = guard.during(ensure_standby(cluster, anchor, holder)).await;
+        let labels = published.borrow().as_ref().map(|known| patch_of(&known.status));
+        let ensured = guard.during(ensure_standby(cluster, anchor, holder, labels)).await;
         if let Some(Err(error)) = &ensured
             && !was_refused
         {
@@ -86,15 +91,26 @@ pub(crate) async fn keep_standby(
     }
 }
 
+/// `patch`: what the Job is to tell. With it, the Job is patched in place of being read.
 async fn ensure_standby(
     cluster: &Cluster,
     anchor: &ObjectMeta,
     holder: &Holder,
+    patch: Option<Value>,
 ) -> Result<(), ClusterError> {
     let name = objects::master_name(anchor.name.as_deref().unwrap_or_default());
     let jobs: Api<Job> = cluster.api();
-    let job = jobs.get_opt(&name).await;
-    let job = job.map_err(|error| cluster.explain("read the master's Job", error))?;
+    let patched = match patch {
+        Some(patch) => jobs.patch(&name, &PatchParams::default(), &Patch::Merge(patch)).await.ok(),
+        None => None,
+    };
+    let job = match patched {
+        Some(job) => Some(job),
+        None => jobs
+            .get_opt(&name)
+            .await
+            .map_err(|error| cluster.explain("read the master's Job", error))?,
+    };
     let has_failures = |job: &Job| job.status.as_ref().and_then(|status| status.failed) > Some(0);
     let is_over =
         |job: &Job| job.metadata.deletion_timestamp.is_some() || failure_of(job).is_some();
@@ -278,8 +294,6 @@ const PAUSE: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests {
-    use serde_json::Value;
-
     use super::super::testing::FakeServer;
     use super::*;
 
@@ -400,9 +414,13 @@ mod tests {
         };
         let failed = json!({"failed": 1});
         let over = json!({"failed": 1, "conditions": [{"type": "Failed", "status": "True"}]});
+        let told = json!({"metadata": {"labels": {"told": "1"}}});
         for (status, expected) in [(json!({}), 0), (over, 0), (failed.clone(), 1), (failed, 1)] {
             fake.put("jobs", "j-master", job(&spec, &status));
-            ensure_standby(&cluster, &anchor(), &holder).await.unwrap();
+            let patch = (expected == 1).then(|| told.clone());
+            ensure_standby(&cluster, &anchor(), &holder, patch).await.unwrap();
+            let labels = fake.state().object("jobs", "j-master").unwrap()["metadata"].clone();
+            assert_eq!(labels["labels"]["told"] == "1", expected == 1);
             let found: Vec<Value> = standbys();
             assert_eq!(found.len(), expected, "{status}: {found:?}");
         }

@@ -103,6 +103,11 @@ fn a_declared_job_is_applied_changed_and_deleted_with_kubectl() {
         declaring(&namespace).filter(|job| !condition(job).is_empty())
     });
     assert_eq!(condition(&job), "Complete", "{job}");
+    namespace.wait_for("declared", "both Jobs tell the state", || {
+        let count = |told: &str| namespace.get("jobs", told).len();
+        let all = "elasticdl/state=completed,elasticdl/progress=100";
+        ([count("elasticdl/state=completed"), count(all)] == [2, 1]).then_some(())
+    });
     let summary = namespace.summary("declared").unwrap();
     assert_eq!((&*summary.state, summary.records.missing), ("completed", 0));
     must(kubectl().args(["--namespace", namespace.name(), "delete", "job", "declared"]));

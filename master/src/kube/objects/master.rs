@@ -68,6 +68,7 @@ pub(super) fn job(request: &Request) -> Result<Job, TemplateError> {
     meta.namespace = None;
     template::mark(&mut meta, of_user);
     parts::refuse_sidecars(&mut meta);
+    parts::allow_scale_down(&mut meta);
     if request.task.serve_metrics {
         // Prometheus installations without the operator discover pods by these annotations.
         let scrape = [

@@ -190,6 +190,16 @@ pub(super) fn refuse_sidecars(metadata: &mut ObjectMeta) {
     }
 }
 
+/// Lets the cluster autoscaler remove the pod's node, unless the template's metadata says
+/// otherwise: it keeps nodes with pods of controllers that it does not know, or local volumes.
+pub(super) fn allow_scale_down(metadata: &mut ObjectMeta) {
+    let annotations = metadata.annotations.get_or_insert_default();
+    annotations.entry(SAFE_TO_EVICT.into()).or_insert_with(|| "true".into());
+}
+
+/// Annotation that the cluster autoscaler reads.
+const SAFE_TO_EVICT: &str = "cluster-autoscaler.kubernetes.io/safe-to-evict";
+
 /// Shared memory for the NCCL ranks of a pod: limited by the pod's memory, not by the containers'
 /// default of 64 MiB.
 pub(super) fn shared_memory(
