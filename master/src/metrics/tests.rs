@@ -1,3 +1,5 @@
+use std::path::Path;
+
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
@@ -79,6 +81,31 @@ fn a_snapshot_has_the_openmetrics_format() {
     let phase = "elasticdl_recovery_phase_seconds_count";
     assert_eq!(page.lines().filter(|line| line.starts_with(phase)).count(), PHASES.len());
     assert!(page.ends_with("# EOF\n"));
+}
+
+/// The queries of the alerts and of the dashboard find what the exporter serves.
+#[test]
+fn alerts_and_dashboard_name_metrics_that_are_exported() {
+    let mut snapshot = snapshot();
+    snapshot.status.metrics = [("accuracy".into(), 0.5)].into();
+    let page = to_text(&snapshot);
+    let exported: BTreeSet<&str> = page
+        .lines()
+        .filter(|line| !line.starts_with('#'))
+        .filter_map(|line| line.split(['{', ' ']).next())
+        .collect();
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../manifests/monitoring");
+    let mut named = 0;
+    for file in ["rules.yaml", "dashboard.json"] {
+        let text = std::fs::read_to_string(folder.join(file)).unwrap();
+        for rest in text.split("elasticdl_").skip(1) {
+            let end = rest.find(|c: char| c != '_' && !c.is_ascii_lowercase()).unwrap();
+            let name = format!("elasticdl_{}", &rest[..end]);
+            assert!(exported.contains(&*name), "{file}: {name} is not exported");
+            named += 1;
+        }
+    }
+    assert!(named > 20, "{named}");
 }
 
 #[test]

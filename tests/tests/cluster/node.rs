@@ -270,8 +270,8 @@ fn the_commands_of_the_readme_suffice_for_a_fresh_cluster() {
     let [apply, train] = lines.lines().collect::<Vec<_>>()[..] else {
         panic!("two commands: {lines}")
     };
-    assert_eq!(apply, "kubectl apply -f manifests/");
-    must(kubectl().args(["apply", "-f", "manifests/"]).current_dir(root));
+    assert_eq!(apply, "kubectl apply -k manifests/");
+    must(kubectl().args(["apply", "-k", "manifests/"]).current_dir(root));
     let namespace = Namespace::existing("elasticdl", ELASTICDL);
     // The data: a claim with the name in the README.
     let data = tempfile::tempdir().unwrap();
