@@ -128,6 +128,8 @@ pub struct JobResult {
     pub outcome: Outcome,
     /// The full summary.
     pub summary: Summary,
+    /// What is persisted of it.
+    pub record: PersistedJob,
 }
 
 /// What the persisted job contained at its newest write.
@@ -333,7 +335,7 @@ impl Master {
         self.backend.end().await;
         self.server.end().await;
         self.progress.end();
-        JobResult { outcome, summary }
+        JobResult { outcome, summary, record: self.job.to_persisted() }
     }
 
     /// Suspends the master while the leader Lease is not renewed, because another master may hold

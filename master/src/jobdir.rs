@@ -51,7 +51,7 @@ use tracing::warn;
 
 pub use self::certificates::MASTER_DNS_NAME;
 pub use self::certificates::ca_path;
-pub use self::contents::is_own_file;
+pub use self::contents::{complete_checkpoints, is_own_file};
 pub use self::deletion::{DeleteError, delete};
 pub use self::earlier::{EarlierJob, earlier_job, has_begun};
 pub use self::error::{JobDirError, ResumeError};
@@ -62,7 +62,9 @@ use self::lock::{running, take_lock};
 pub use self::lookup::{Endpoint, LookupError, look_up, started_at};
 pub(crate) use self::notes::note_process;
 pub use self::owner::Owner;
-pub use self::persisted_job::{AbandonedJob, JobStart, PersistedJobFile, is_abandoned};
+pub use self::persisted_job::{
+    AbandonedJob, JobStart, PersistedJobFile, is_abandoned, read_record,
+};
 pub use self::process_identity::ProcessIdentity;
 use self::processes::refuse_if_workers_live;
 pub use self::processes::{StopError, StopTarget, count_workers, is_running, stop};

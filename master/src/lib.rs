@@ -15,6 +15,7 @@
 //!  cluster_page                                the page of a job whose master is in a cluster
 //!  exit, panics                                ends of processes
 //!  jobdir, token, listener                     files, authentication, server
+//!  lineage                                     when a record was trained
 //! ```
 //!
 //! **Invariants:** all decisions are made in [`job`]; the other modules are its shell. The crate
@@ -41,6 +42,7 @@ mod job_store;
 pub mod jobdir;
 pub mod kube;
 pub mod limits;
+pub mod lineage;
 pub mod listener;
 pub mod local;
 pub mod local_master;

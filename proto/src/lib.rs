@@ -1,5 +1,5 @@
-//! The protocol between a master and its workers: ids, record ranges, the ledger, messages, the
-//! gRPC service.
+//! The protocol between a master and its workers: ids, record ranges, the ledger, the order of
+//! records, messages, the gRPC service.
 //!
 //! **Invariant:** this crate does no I/O and makes no decisions. The generated types of the schema
 //! are private to `wire`, which the feature `grpc` adds; both sides, and the user's programs, work
@@ -17,9 +17,11 @@ mod ledger;
 mod members;
 mod membership;
 mod message;
+mod order;
 mod ranges;
 mod row_touches;
 mod sources;
+mod split;
 mod status;
 mod summary;
 
@@ -38,9 +40,11 @@ pub use message::{
     CheckpointNews, Committed, Evaluated, Failure, Finished, Heartbeat, Kept, LedgerReport,
     MasterMessage, RankStep, StepTimes, Usage, WorkerMessage,
 };
+pub use order::{Access, Order, OrderName};
 pub use ranges::{RangeSet, RecordRange};
 pub use row_touches::{RowTouches, RowTouchesSummary, RowsLoss, TablesStatus};
 pub use sources::{join_sources, shown_sources, split_sources};
+pub use split::{DataPart, Split};
 pub use status::{
     DisconnectedStatus, LaunchStatus, PriorityTierStatus, ShardCounts, Status, WorkerStatus,
 };

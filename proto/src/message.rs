@@ -22,6 +22,7 @@ use crate::files::FileList;
 use crate::ids::{Generation, WorkerId};
 use crate::ledger::Ledger;
 use crate::membership::{Membership, Phases, Stall};
+use crate::order::OrderName;
 use crate::ranges::RecordRange;
 use crate::row_touches::{RowTouches, TablesStatus};
 use crate::summary::SkippedRecords;
@@ -76,8 +77,9 @@ pub enum WorkerMessage {
     Checkpoint(CheckpointNews),
     /// The group has committed more (from its lowest rank).
     Committed(Committed),
-    /// The data set as the worker's reader lists it, or why it can't be used.
-    Described(Result<FileList, String>),
+    /// The data set as the worker's reader lists it, or why it can't be used; and the order in
+    /// which its records are trained, of a job that trains.
+    Described(Result<FileList, String>, Option<OrderName>),
     /// Records that the data set does not contain; precedes `Described`.
     RecordsSkipped(SkippedRecords),
     /// A shard of an inference job is done: its metrics are summed over its records, or its

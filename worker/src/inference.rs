@@ -8,7 +8,6 @@
 mod output;
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
 use std::sync::mpsc::TryRecvError;
 
 use elasticdl_data::Predictions;
@@ -26,8 +25,7 @@ use crate::failure::{Failure, call_user};
 use crate::messages::ControlEvent;
 use crate::metrics::Metrics;
 use crate::model::{Model, NamedTensor, tables_of};
-use crate::order::Order;
-use crate::ordered_reader::OrderedReader;
+use crate::ordered_reader::{OrderedReader, data_order};
 use crate::prefetch::Prefetch;
 use crate::session::Exit;
 use crate::split::{PartReader, open_reader, purpose_of};
@@ -56,7 +54,7 @@ pub(crate) fn work<M: Model>(
     // The batch size does not depend on the number of workers.
     let most = model.max_micro_batch().map_or(u64::MAX, |most| most as u64).max(1);
     let batch = options.batch.share(1).min(most);
-    let order = Arc::new(Order::of_data(&dataset));
+    let order = data_order(&dataset);
     let reader = OrderedReader::new(reader, dataset, order);
     let prefetch = Prefetch::new(reader, batch.saturating_mul(BATCHES_AHEAD))
         .map_err(|error| Failure::local(format!("no thread for the reader: {error}")))?;

@@ -57,7 +57,6 @@ mod messages;
 mod metrics;
 mod model;
 mod optimizer;
-mod order;
 mod ordered_reader;
 mod outputs;
 mod paths;

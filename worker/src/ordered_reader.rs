@@ -1,4 +1,4 @@
-//! Reads records by their positions in an epoch's [order](crate::order).
+//! Reads records by their positions in an epoch's [order](Order).
 //!
 //! | order | how records are read |
 //! |---|---|
@@ -14,10 +14,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use elasticdl_data::{DataError, Dataset, File, Reader};
-use elasticdl_proto::{RecordRange, WorkerOptions};
+use elasticdl_proto::{Order, RecordRange, WorkerOptions};
 
 use crate::failure::{Failure, call_user, panic_text};
-use crate::order::Order;
 use crate::split::PartReader;
 
 /// A reader, and the order of the records that it reads.
@@ -282,7 +281,17 @@ pub(crate) fn order_of<R: Reader>(
     dataset: &Dataset,
 ) -> Result<Arc<Order>, String> {
     let access = call_user("access()", || Ok(reader.access(dataset)))?;
-    Ok(Arc::new(Order::new(options.shuffle, options.seed, dataset, access)))
+    Ok(Arc::new(Order::new(options.shuffle, options.seed, &counts(dataset), access)))
+}
+
+/// The order of the data itself.
+pub(crate) fn data_order(dataset: &Dataset) -> Arc<Order> {
+    Arc::new(Order::of_data(&counts(dataset)))
+}
+
+/// Number of records of each file.
+fn counts(dataset: &Dataset) -> Vec<u64> {
+    dataset.files.iter().map(|file| file.records).collect()
 }
 
 impl From<String> for ReadError {
@@ -334,7 +343,7 @@ mod tests {
 
     fn reader(mode: ShuffleMode, fails_at: Option<u64>) -> OrderedReader<Numbers> {
         let shuffle = Shuffle { mode, buffer: NonZeroU64::new(40) };
-        let order = Order::new(shuffle, 5, &dataset(), Access::Block { records: 8 });
+        let order = Order::new(shuffle, 5, &counts(&dataset()), Access::Block { records: 8 });
         OrderedReader::new(Numbers { fails_at, read: 0 }.into(), dataset(), Arc::new(order))
     }
 

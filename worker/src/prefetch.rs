@@ -1,7 +1,7 @@
 //! Reads records ahead of need, in a thread of its own.
 //!
-//! Ranges are positions in the epoch's [order](crate::order). The trainer announces those that it
-//! expects to use, in that order ([`Prefetch::replace`]). The reader thread reads them, a limited
+//! Ranges are positions in the epoch's [order](elasticdl_proto::Order). The trainer announces those
+//! that it expects to use, in that order ([`Prefetch::replace`]). The reader thread reads them, a limited
 //! number of records ahead, and [`Prefetch::take`] returns them. A range that is taken out of order
 //! is read at once.
 //!
@@ -332,7 +332,7 @@ mod tests {
     use elasticdl_data::{DataError, Dataset, File};
 
     use super::*;
-    use crate::order::Order;
+    use crate::ordered_reader::data_order;
 
     #[derive(Debug)]
     struct Numbers {
@@ -364,7 +364,7 @@ mod tests {
     }
 
     fn in_order<D: Reader>(reader: D) -> OrderedReader<D> {
-        OrderedReader::new(reader.into(), dataset(), Arc::new(Order::of_data(&dataset())))
+        OrderedReader::new(reader.into(), dataset(), data_order(&dataset()))
     }
 
     fn taken(prefetch: &Prefetch<(String, u64)>, range: RecordRange) -> Vec<(String, u64)> {

@@ -24,6 +24,7 @@ use crate::inference::{self, Trained};
 use crate::log_output::log;
 use crate::messages::ControlEvent;
 use crate::model::{Model, tensors_of};
+use crate::ordered_reader::order_of;
 use crate::outputs;
 use crate::session::Exit;
 use crate::split::{open_reader, purpose_of};
@@ -232,9 +233,15 @@ fn prepare<M: Model>(
                     try_twice(model, options, &mut reader, &dataset)?;
                     Checkpointing::check(options, job, &dataset, model)?;
                     check_evaluation(model, options)?;
-                    dataset::pack(dataset)
+                    let trains = options.work.trains();
+                    let order = trains.then(|| order_of(&reader, options, &dataset)).transpose()?;
+                    Ok((dataset::pack(dataset)?, order.map(|order| order.name())))
                 });
-                control.outbox.send(WorkerMessage::Described(described));
+                let (list, order) = match described {
+                    Ok((list, order)) => (Ok(list), order),
+                    Err(error) => (Err(error), None),
+                };
+                control.outbox.send(WorkerMessage::Described(list, order));
             }
             Ok(ControlEvent::Message(MasterMessage::Prepare(list), _)) => {
                 return Ok(Ok(dataset::unpack(&list)));

@@ -18,8 +18,7 @@ use crate::machine::{self, CheckpointStore, Links, Machine, Records};
 pub use crate::messages::ControlEvent;
 use crate::messages::Outbox;
 use crate::model::{Model, NamedTensor};
-use crate::order::Order;
-use crate::ordered_reader::OrderedReader;
+use crate::ordered_reader::{OrderedReader, data_order};
 use crate::session::evaluation::Plan;
 use crate::session::{Exit, Session};
 use crate::tensor::ModelSize;
@@ -73,7 +72,7 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
         tables.iter_mut().for_each(|t| t.goes_on_with_older = parts.goes_on_with_older);
         let validation = parts.evaluation.map(|plan| {
             let dataset = Dataset::new(vec![File::new("validation", plan.records)]);
-            let order = Arc::new(Order::of_data(&dataset));
+            let order = data_order(&dataset);
             Validation { reader: OrderedReader::new(model.reader().into(), dataset, order), plan }
         });
         let rule: Box<dyn UpdateRule> = Box::new(model.optimizer());
@@ -95,7 +94,7 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
             exact: None,
             audited: Vec::new(),
             summed: Ok(0),
-            order: Arc::new(Order::of_data(&dataset::unpack(&dataset))),
+            order: data_order(&dataset::unpack(&dataset)),
             records,
             exports: Exports::new(ExportPlaces::default(), Vec::new()),
             links,

@@ -1,19 +1,12 @@
-//! Divides the records of a data set into training data and validation data.
-//!
-//! The records of a file are divided into strata of consecutive records. In each, a permutation
-//! that the seed, the file's name and the number of the stratum determine chooses the same number
-//! of records. So the choice takes no memory, and data that is sorted is divided evenly.
+//! Reads the training data or the validation data of a data set that a job divides.
 
-use std::num::NonZeroU16;
 use std::ops::Range;
 
 use elasticdl_data::worker::describe_sources;
 use elasticdl_data::{Access, DataError, Dataset, File, Purpose, ReadOptions, Reader};
-use elasticdl_proto::{Work, WorkerOptions};
-use xxhash_rust::xxh3::xxh3_64;
+use elasticdl_proto::{DataPart, Split, Work, WorkerOptions};
 
 use crate::model::Model;
-use crate::order::permuted;
 
 /// The reader of `model`, for records that are used for `purpose`.
 pub(crate) fn open_reader<M: Model>(
@@ -28,8 +21,8 @@ pub(crate) fn open_reader<M: Model>(
     let thousandths = options.validation.as_ref().and_then(|spec| spec.split);
     let split = thousandths.map(|thousandths| Split::new(thousandths, options.seed));
     let part = match purpose {
-        Purpose::Evaluate => Part::Validation,
-        _ => Part::Training,
+        Purpose::Evaluate => DataPart::Validation,
+        _ => DataPart::Training,
     };
     Ok(PartReader { reader, split: split.map(|split| (split, part)) })
 }
@@ -46,23 +39,7 @@ pub(crate) fn purpose_of(work: &Work) -> Purpose {
 /// A reader of all records, or of those of a part.
 pub(crate) struct PartReader<D> {
     pub(crate) reader: D,
-    split: Option<(Split, Part)>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Part {
-    Training,
-    Validation,
-}
-
-/// Which records are validation data.
-#[derive(Clone, Copy, Debug)]
-struct Split {
-    /// Number of records of a stratum.
-    stratum: u64,
-    /// Number of validation records of a stratum; less than `stratum`.
-    chosen: u64,
-    seed: u64,
+    split: Option<(Split, DataPart)>,
 }
 
 impl<D> From<D> for PartReader<D> {
@@ -78,12 +55,12 @@ impl<D: Reader> Reader for PartReader<D> {
         let mut dataset = describe_sources(&mut self.reader, source)?;
         let Some((split, part)) = self.split else { return Ok(dataset) };
         for file in &mut dataset.files {
-            file.records = split.count(part, file);
+            file.records = split.count(part, &file.path, file.records);
         }
         if dataset.files.iter().all(|file| file.records == 0) {
             let what = match part {
-                Part::Training => "training",
-                Part::Validation => "validation",
+                DataPart::Training => "training",
+                DataPart::Validation => "validation",
             };
             let reason = format!("--validation-split leaves no record for {what}");
             return Err(DataError::Empty { path: source.into(), reason });
@@ -100,9 +77,9 @@ impl<D: Reader> Reader for PartReader<D> {
             None => self.reader.read_ahead(file, range),
             Some(_) if range.is_empty() => {}
             Some((split, part)) => {
-                let record = |index: u64| split.record(part, file, index);
+                let record = |index: u64| split.records(part, &file.path, &[index])[0];
                 let range = record(range.start)..record(range.end - 1) + 1;
-                self.reader.read_ahead(&split.whole(part, file), range);
+                self.reader.read_ahead(&whole(split, part, file), range);
             }
         }
     }
@@ -122,8 +99,8 @@ impl<D: Reader> Reader for PartReader<D> {
         let Some((split, part)) = self.split else {
             return self.reader.read_records(file, records);
         };
-        let whole = split.whole(part, file);
-        let wanted = split.records(part, file, records);
+        let whole = whole(split, part, file);
+        let wanted = split.records(part, &file.path, records);
         let (Some(&first), Some(&last)) = (wanted.first(), wanted.last()) else {
             return Ok(Vec::new());
         };
@@ -139,75 +116,19 @@ impl<D: Reader> Reader for PartReader<D> {
     }
 }
 
-impl Split {
-    fn new(thousandths: NonZeroU16, seed: u64) -> Self {
-        let chosen = u64::from(thousandths.get());
-        let divisor = (1..=chosen).rev().find(|d| chosen.is_multiple_of(*d) && 1000 % d == 0);
-        let divisor = divisor.expect("1 divides all numbers");
-        Self { stratum: 1000 / divisor, chosen: chosen / divisor, seed }
+/// The file with all records up to the last one of `part`.
+fn whole(split: Split, part: DataPart, file: &File) -> File {
+    let mut whole = file.clone();
+    if let Some(last) = file.records.checked_sub(1) {
+        whole.records = split.records(part, &file.path, &[last])[0] + 1;
     }
-
-    /// Number of records of `part` in a file of `file.records`.
-    fn count(self, part: Part, file: &File) -> u64 {
-        let (whole, rest) = (file.records / self.stratum, file.records % self.stratum);
-        let in_rest = self.chosen_in(file, whole).into_iter().filter(|at| *at < rest).count();
-        let validation = whole * self.chosen + in_rest as u64;
-        match part {
-            Part::Training => file.records - validation,
-            Part::Validation => validation,
-        }
-    }
-
-    /// The record of the file that is number `index` of `part`.
-    fn record(self, part: Part, file: &File, index: u64) -> u64 {
-        self.records(part, file, &[index])[0]
-    }
-
-    /// As [`record`](Self::record), for several. The choice is made once for those of a stratum
-    /// that follow each other.
-    fn records(self, part: Part, file: &File, indices: &[u64]) -> Vec<u64> {
-        let per_stratum = match part {
-            Part::Training => self.stratum - self.chosen,
-            Part::Validation => self.chosen,
-        };
-        let mut records = Vec::with_capacity(indices.len());
-        for stratum in indices.chunk_by(|a, b| a / per_stratum == b / per_stratum) {
-            let number = stratum[0] / per_stratum;
-            let chosen = self.chosen_in(file, number);
-            for index in stratum.iter().map(|index| index % per_stratum) {
-                let at = match part {
-                    Part::Validation => chosen[index as usize],
-                    Part::Training => {
-                        chosen.iter().fold(index, |at, &c| if c <= at { at + 1 } else { at })
-                    }
-                };
-                records.push(number * self.stratum + at);
-            }
-        }
-        records
-    }
-
-    /// The validation records of a stratum, in ascending order, from 0.
-    fn chosen_in(self, file: &File, number: u64) -> Vec<u64> {
-        // A folder may have another name on another machine.
-        let name = file.path.rsplit_once('/').map_or(&*file.path, |(_, name)| name);
-        let choice = permuted(self.stratum, self.seed ^ xxh3_64(name.as_bytes()), number);
-        let mut chosen: Vec<u64> = (0..self.chosen).map(choice).collect();
-        chosen.sort_unstable();
-        chosen
-    }
-
-    /// The file with all records up to the last one of `part`.
-    fn whole(self, part: Part, file: &File) -> File {
-        let last = file.records.checked_sub(1).map(|last| self.record(part, file, last) + 1);
-        let mut whole = file.clone();
-        whole.records = last.unwrap_or(0);
-        whole
-    }
+    whole
 }
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU16;
+
     use super::*;
 
     /// Records are their numbers.
@@ -227,7 +148,7 @@ mod tests {
         }
     }
 
-    fn part(thousandths: u16, seed: u64, part: Part, files: &[u64]) -> PartReader<Numbers> {
+    fn part(thousandths: u16, seed: u64, part: DataPart, files: &[u64]) -> PartReader<Numbers> {
         let split = Split::new(NonZeroU16::new(thousandths).unwrap(), seed);
         PartReader { reader: Numbers(files.to_vec()), split: Some((split, part)) }
     }
@@ -255,7 +176,7 @@ mod tests {
         for thousandths in [1, 100, 150, 333, 999] {
             for seed in [0, 7] {
                 let of = |which| records(part(thousandths, seed, which, &files));
-                let (training, validation) = (of(Part::Training), of(Part::Validation));
+                let (training, validation) = (of(DataPart::Training), of(DataPart::Validation));
                 for ((records, training), validation) in files.iter().zip(training).zip(validation)
                 {
                     let mut all = [training, validation].concat();
@@ -268,7 +189,7 @@ mod tests {
 
     #[test]
     fn the_part_has_its_share_of_each_stretch_of_the_data() {
-        let validation = records(part(100, 3, Part::Validation, &[10_000])).remove(0);
+        let validation = records(part(100, 3, DataPart::Validation, &[10_000])).remove(0);
         assert_eq!(validation.len(), 1000);
         for start in (0..10_000).step_by(100) {
             let within = validation.iter().filter(|at| (start..start + 100).contains(*at)).count();
@@ -278,7 +199,7 @@ mod tests {
 
     #[test]
     fn the_choice_depends_on_the_seed_and_on_the_file() {
-        let of = |seed| records(part(100, seed, Part::Validation, &[1000, 1000]));
+        let of = |seed| records(part(100, seed, DataPart::Validation, &[1000, 1000]));
         let (one, other) = (of(1), of(2));
         assert_eq!(of(1), one);
         let same = |a: &[u64], b: &[u64]| a.iter().filter(|record| b.contains(record)).count();
@@ -290,7 +211,7 @@ mod tests {
 
     #[test]
     fn a_part_without_records_is_refused() {
-        let mut reader = part(1, 0, Part::Validation, &[2]);
+        let mut reader = part(1, 0, DataPart::Validation, &[2]);
         let error = reader.describe("d").unwrap_err().to_string();
         assert_eq!(error, "d: --validation-split leaves no record for validation");
     }

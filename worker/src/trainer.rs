@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use elasticdl_collective::{CollectiveError, GroupSpec, Member};
 use elasticdl_data::Reader;
 use elasticdl_data::worker::wait_for_access;
-use elasticdl_proto::{Generation, MasterMessage, Membership, WorkerId, WorkerMessage};
+use elasticdl_proto::{Generation, MasterMessage, Membership, Order, WorkerId, WorkerMessage};
 
 use crate::buckets::SummedBuckets;
 use crate::donor::{Donor, StateNote};
@@ -25,7 +25,6 @@ use crate::gap::GapTimer;
 use crate::machine::{self, Links, Machine, Records, receive};
 use crate::messages::{ControlEvent, Outbox};
 use crate::model::Model;
-use crate::order::Order;
 use crate::session::header::{self, StepHeader, SyncHeader};
 use crate::session::{Broadcast, Exit, Session, Task};
 use crate::tensor::Tensor;

@@ -17,6 +17,7 @@ use crate::job::{Snapshot, Status};
 use crate::kube::anchor::{
     AnchorWriter, Data, HISTORY, RECORD, STATUS, STATUS_AT, SUMMARY, WriteError, WriteThrottle,
 };
+use crate::kube::persisted_job;
 
 /// Writes the status of a job of this age to the anchor at throttled intervals, until the job ends.
 pub(super) async fn publish(
@@ -146,8 +147,9 @@ pub(super) async fn write_end(
     let surplus = summary.memberships.len().saturating_sub(MEMBERSHIPS_MAX);
     summary.memberships.drain(..surplus);
     let text = summary.into_json_within(SUMMARY_BYTES_MAX);
-    // No master resumes a job that has ended.
-    let mut data = Data::from([(SUMMARY.into(), text), (RECORD.into(), String::new())]);
+    // No master resumes a job that has ended. `elasticdl lineage` reads what is left of it.
+    let record = persisted_job::pack(&ended.record.clone().of_ended());
+    let mut data = Data::from([(SUMMARY.into(), text), (RECORD.into(), record)]);
     data.extend(packed(history, HISTORY_BYTES_MAX_AT_END));
     data.extend(status.map(|status| (STATUS.into(), status_json(status, times))));
     writer.write_within(&data, END_TIMEOUT).await.map_err(not_written)

@@ -155,7 +155,9 @@ impl Job {
             }
             WorkerMessage::Committed(report) => self.on_committed(now, worker, &report),
             WorkerMessage::RecordsSkipped(skipped) => self.on_records_skipped(worker, skipped),
-            WorkerMessage::Described(outcome) => self.on_described(now, worker, outcome),
+            WorkerMessage::Described(outcome, order) => {
+                self.on_described(now, worker, outcome, order)
+            }
             WorkerMessage::Diverged { error, has_majority } => {
                 self.on_diverged(now, worker, &error, has_majority);
             }

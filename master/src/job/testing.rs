@@ -100,7 +100,7 @@ pub(crate) fn largest() -> Job {
     let evaluated = |step| Evaluated { step, records: u64::MAX / 4, metrics: metrics.clone() };
     job.reporting.set_evaluations((0..1000).map(evaluated).collect());
     let list = dataset(&[200_000_000]);
-    job.data.describe(list, &job.spec).unwrap();
+    job.data.describe(list, None, &job.spec).unwrap();
     let report = Finished {
         generation: Generation(u64::MAX / 4),
         step: u64::MAX / 4,

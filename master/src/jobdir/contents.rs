@@ -13,6 +13,7 @@ use super::files::{
     CA, CERTIFICATE, CHECKPOINTS, EARLIER, EXPORTS, FILES, HISTORY, JOB, KEY, LOCK, LOGS, MASTER,
     MASTER_LOG, MOVING, PROCESSES, PROGRAM, RECORD, REFUSED, SPARE, SUMMARY, TOKEN,
 };
+use crate::lineage::CompleteCheckpoint;
 
 /// Checks that a job may use `root`: that it does not exist, is empty, or is a job's directory.
 /// Writes nothing.
@@ -77,6 +78,15 @@ pub(super) fn job_checkpoints(path: &Path) -> io::Result<Vec<PathBuf>> {
         step.is_some_and(is_number)
     };
     Ok(names_or_none(path)?.into_iter().filter(is_checkpoint).map(|name| path.join(name)).collect())
+}
+
+/// The complete checkpoints in the folder at `path`; none if it can't be read.
+#[must_use]
+pub fn complete_checkpoints(path: &Path) -> Vec<CompleteCheckpoint> {
+    let folders = job_checkpoints(path).unwrap_or_default().into_iter();
+    let complete = folders.filter(|folder| folder.join("manifest.json").is_file());
+    let named = |folder: PathBuf| CompleteCheckpoint::parse(folder.file_name()?.to_str()?);
+    complete.filter_map(named).collect()
 }
 
 fn is_number(text: &str) -> bool {

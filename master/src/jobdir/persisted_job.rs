@@ -200,12 +200,7 @@ impl JobDir {
             return Err(ResumeError::Ended { path: root, summary });
         }
         let start = read_start(&root)?;
-        let mut record = read_newest_record(&root)?;
-        if record.data().is_some() {
-            let list = read_list(&root)?;
-            let unreadable = |reason| ResumeError::Unreadable { path: root.join(FILES), reason };
-            record.attach_file_list(list).map_err(unreadable)?;
-        }
+        let mut record = read_record(&root)?;
         let unreadable =
             |name, reason: String| ResumeError::Unreadable { path: root.join(name), reason };
         let processes =
@@ -230,6 +225,20 @@ pub fn is_abandoned(root: &Path) -> bool {
         root.join(JOB).is_file() && root.join(RECORD).is_file() && !root.join(SUMMARY).is_file();
     // The lock is released immediately.
     is_persisted && take_lock(root).is_ok()
+}
+
+/// Reads the persisted state of the job in `root`, with its list of files. The job may be running,
+/// or have ended.
+///
+/// # Errors
+/// [`ResumeError`].
+pub fn read_record(root: &Path) -> Result<PersistedJob, ResumeError> {
+    let mut record = read_newest_record(root)?;
+    if record.data().is_some() {
+        let unreadable = |reason| ResumeError::Unreadable { path: root.join(FILES), reason };
+        record.attach_file_list(read_list(root)?).map_err(unreadable)?;
+    }
+    Ok(record)
 }
 
 fn read_list(root: &Path) -> Result<FileList, ResumeError> {

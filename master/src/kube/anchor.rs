@@ -26,7 +26,7 @@
 //! | key | bytes at most | enforced by |
 //! |---|---|---|
 //! | `task`, `worker-pod`, `table-server-pod` | 240 Ki | the submission refuses longer options |
-//! | `record` | 416 Ki | `persisted_job` compresses and shortens it; empty after the summary |
+//! | `record` | 416 Ki | `persisted_job` compresses and shortens it; a few KiB after the summary |
 //! | `files` | 128 Ki | a longer list is stored in objects of its own |
 //! | `status` | 224 Ki | it is written in one line, and with fewer entries where needed |
 //! | `history` | 12 Ki; after the summary 128 Ki | it loses resolution and its oldest entries |

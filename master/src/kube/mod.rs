@@ -20,6 +20,7 @@ pub mod client;
 pub mod declaration;
 pub(crate) mod events;
 pub mod existing;
+pub mod facts;
 pub(crate) mod file_list;
 pub mod gang;
 pub mod leader_lease;

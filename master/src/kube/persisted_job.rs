@@ -201,7 +201,8 @@ fn write(mut job: PersistedJob) -> Result<String, String> {
     }
 }
 
-fn pack(job: &PersistedJob) -> String {
+/// Serializes a job of any length.
+pub(crate) fn pack(job: &PersistedJob) -> String {
     let versioned = Versioned { version: VERSION, release: RELEASE, content: job };
     let plain = serde_json::to_string(&versioned).expect("the keys of a job are strings");
     if plain.len() <= PLAIN_BYTES_MAX {

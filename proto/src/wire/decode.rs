@@ -10,13 +10,14 @@ use std::time::Duration;
 
 use super::commits::committed;
 use super::difference::Difference;
+use super::order;
 use super::requests::{JoinRequest, JoinResponse};
 use super::v1::{self, master_message, worker_message};
 use crate::files::{FileList, ListedFile};
 use crate::ids::{Generation, LaunchId, WorkerId};
 use crate::job::{
     Batch, CheckpointEvery, CheckpointSpec, Deterministic, Format, LinkEncryption, ParamDtype,
-    Shuffle, ShuffleMode, ValidationSpec, Welcome, WireDtype, Work, WorkerOptions,
+    Shuffle, ValidationSpec, Welcome, WireDtype, Work, WorkerOptions,
 };
 use crate::limits::{
     AUDIT_MAX, BATCH_RECORDS_MAX, CHANNELS_MAX, CHECKPOINT_NAME_BYTES_MAX, DATASET_FILES_MAX,
@@ -107,7 +108,10 @@ fn worker_message(kind: worker_message::Kind) -> Checked<WorkerMessage> {
             let skipped = SkippedRecords { bad, nulls, first, files, first_file };
             WorkerMessage::RecordsSkipped(skipped)
         }
-        Kind::Described(described) => WorkerMessage::Described(description(described)?),
+        Kind::Described(described) => {
+            let order = described.order.map(order::decode).transpose()?;
+            WorkerMessage::Described(description(described.outcome)?, order)
+        }
         Kind::Diverged(v1::Diverged { error, has_majority }) => {
             WorkerMessage::Diverged { error: clip(error, ERROR_BYTES_MAX), has_majority }
         }
@@ -191,8 +195,8 @@ fn checkpoint_news(news: v1::CheckpointNews) -> Checked<CheckpointNews> {
 }
 
 /// The description of a data set. A list that can't be read is an error of the data set.
-fn description(described: v1::Described) -> Checked<Result<FileList, String>> {
-    match described.outcome {
+fn description(outcome: Option<v1::described::Outcome>) -> Checked<Result<FileList, String>> {
+    match outcome {
         None => Err("described.outcome: must be a data set or an error".into()),
         Some(v1::described::Outcome::Error(error)) => Ok(Err(clip(error, ERROR_BYTES_MAX))),
         Some(v1::described::Outcome::Dataset(list)) if list.packed.is_empty() => {
@@ -421,13 +425,8 @@ fn options(options: v1::Options) -> Checked<WorkerOptions> {
 fn shuffle(shuffle: Option<v1::Shuffle>) -> Checked<Shuffle> {
     let sent = shuffle.ok_or("options.shuffle: must be there")?;
     // A worker that guessed would train other records than the group.
-    let mode = match v1::ShuffleMode::try_from(sent.mode) {
-        Ok(v1::ShuffleMode::Auto) => ShuffleMode::Auto,
-        Ok(v1::ShuffleMode::Block) => ShuffleMode::Block,
-        Ok(v1::ShuffleMode::None) => ShuffleMode::None,
-        Ok(v1::ShuffleMode::Record) => ShuffleMode::Record,
-        Err(_) => return Err("options.shuffle.mode: must be a choice that is known".into()),
-    };
+    let mode = order::decode_mode(sent.mode)
+        .ok_or("options.shuffle.mode: must be a choice that is known")?;
     Ok(Shuffle { mode, buffer: NonZeroU64::new(sent.buffer) })
 }
 

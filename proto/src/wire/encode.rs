@@ -5,13 +5,14 @@ use std::num::NonZeroU64;
 use std::time::Duration;
 
 use super::difference::Difference;
+use super::order;
 use super::requests::JoinRequest;
 use super::v1::{self, master_message, worker_message};
 use crate::files::FileList;
 use crate::ids::WorkerId;
 use crate::job::{
     Batch, CheckpointEvery, CheckpointSpec, Format, LinkEncryption, ParamDtype, Shuffle,
-    ShuffleMode, ValidationSpec, Welcome, WireDtype, Work, WorkerOptions,
+    ValidationSpec, Welcome, WireDtype, Work, WorkerOptions,
 };
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
@@ -62,13 +63,14 @@ fn worker_message(message: WorkerMessage) -> worker_message::Kind {
             let SkippedRecords { bad, nulls, first, files, first_file } = skipped;
             Kind::RecordsSkipped(v1::RecordsSkipped { bad, nulls, first, files, first_file })
         }
-        WorkerMessage::Described(described) => {
+        WorkerMessage::Described(described, order) => {
             use v1::described::Outcome;
             let outcome = match described {
                 Ok(list) => Outcome::Dataset(dataset(&list)),
                 Err(error) => Outcome::Error(error),
             };
-            Kind::Described(v1::Described { outcome: Some(outcome) })
+            let order = order.map(order::encode);
+            Kind::Described(v1::Described { outcome: Some(outcome), order })
         }
         WorkerMessage::Diverged { error, has_majority } => {
             Kind::Diverged(v1::Diverged { error, has_majority })
@@ -296,13 +298,8 @@ fn options(options: WorkerOptions) -> v1::Options {
 }
 
 fn shuffle(shuffle: Shuffle) -> v1::Shuffle {
-    let mode = match shuffle.mode {
-        ShuffleMode::Auto => v1::ShuffleMode::Auto,
-        ShuffleMode::Block => v1::ShuffleMode::Block,
-        ShuffleMode::None => v1::ShuffleMode::None,
-        ShuffleMode::Record => v1::ShuffleMode::Record,
-    };
-    v1::Shuffle { mode: mode.into(), buffer: shuffle.buffer.map_or(0, NonZeroU64::get) }
+    let mode = order::encode_mode(shuffle.mode).into();
+    v1::Shuffle { mode, buffer: shuffle.buffer.map_or(0, NonZeroU64::get) }
 }
 
 fn work(work: Work, validation: Option<ValidationSpec>) -> v1::options::Work {

@@ -13,6 +13,7 @@ mod commits;
 mod decode;
 mod difference;
 mod encode;
+mod order;
 mod requests;
 
 pub use codec::{Codec, Receiver, Sender, Wire};

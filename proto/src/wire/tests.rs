@@ -44,7 +44,7 @@ fn described(files: Vec<(&str, u64)>) -> Kind {
         .map(|(path, records)| v1::File { path: path.into(), records, version: None })
         .collect();
     let dataset = v1::described::Outcome::Dataset(v1::Dataset { files, ..Default::default() });
-    Kind::Described(v1::Described { outcome: Some(dataset) })
+    Kind::Described(v1::Described { outcome: Some(dataset), order: None })
 }
 
 fn done(metrics: &[(&str, f64)]) -> Kind {
@@ -193,8 +193,8 @@ fn every_message_of_a_worker_keeps_every_field() {
             epoch_step: Some(8),
             tables: Some(Box::new(TablesStatus { rows: 30, touches: 64, shards_at_risk: 5 })),
         }),
-        WorkerMessage::Described(Ok(FileList::pack([("a", 3), ("b", 0)]))),
-        WorkerMessage::Described(Err("no such file".into())),
+        WorkerMessage::Described(Ok(FileList::pack([("a", 3), ("b", 0)])), Some(ORDER)),
+        WorkerMessage::Described(Err("no such file".into()), None),
         WorkerMessage::RecordsSkipped(crate::SkippedRecords {
             bad: 2,
             nulls: 1,
@@ -394,7 +394,14 @@ fn a_field_out_of_bounds_is_refused_by_name() {
     let beat = v1::Heartbeat { stall: Some(v1::Stall::default()), ..v1::Heartbeat::default() };
     let table = [
         (Kind::Hello(v1::Hello::default()), "hello"),
-        (Kind::Described(v1::Described { outcome: None }), "described.outcome"),
+        (Kind::Described(v1::Described { outcome: None, order: None }), "described.outcome"),
+        (
+            Kind::Described(v1::Described {
+                outcome: Some(v1::described::Outcome::Error("no".into())),
+                order: Some(v1::Order::default()),
+            }),
+            "described.order.mode",
+        ),
         (described(vec![("", 1)]), "file.path"),
         (described(vec![(&long, 1)]), "file.path"),
         (described(vec![("a", huge + 1)]), "file.records"),
@@ -576,3 +583,6 @@ fn an_evaluation_is_checked() {
     assert!(metrics.len() == 100 && metrics.keys().all(|name| name.len() <= 100 + '…'.len_utf8()));
     assert!(converted(101, 1).is_err() && converted(1, 0).is_err());
 }
+
+const ORDER: crate::OrderName =
+    crate::OrderName { mode: crate::ShuffleMode::Block, seed: 7, block: 64, buffer: 128 };

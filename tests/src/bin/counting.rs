@@ -3,9 +3,11 @@
 //! whatever happens to its workers.
 
 use std::collections::HashMap;
+use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
@@ -83,6 +85,10 @@ struct Counting {
     /// Never return from the summary of the final state, in one worker of the job.
     #[arg(long)]
     hang_in_summary: bool,
+    /// Folder of a file with the process id as its name: a line for each step, with the step and
+    /// the records that this process has computed for it.
+    #[arg(long)]
+    trace: Option<PathBuf>,
     /// Count in the optimizer's state, of which the parameters are a copy.
     #[arg(long)]
     slots: bool,
@@ -201,6 +207,9 @@ impl Model for Counting {
         gradients: &mut Gradients<'_>,
     ) -> Result<Loss, UserError> {
         report_sum("seen", batch.len() as f64);
+        if self.trace.is_some() {
+            TRACED.lock().expect("no thread panics").extend(&batch);
+        }
         if self.tables {
             let (rows, _) = gradients.rows_and_sum();
             let (_, sums) = rows.of(0);
@@ -243,7 +252,8 @@ impl Model for Counting {
 
     fn optimizer(&self) -> impl UpdateRule {
         let Self { drift_at, slots: has_slots, .. } = *self;
-        Adding { drift_at, has_updated: self.hurry_when.is_none(), has_slots }
+        let trace = self.trace.as_ref().map(|folder| folder.join(std::process::id().to_string()));
+        Adding { drift_at, has_updated: self.hurry_when.is_none(), has_slots, trace }
     }
 
     /// Metrics `seen`: the fraction of the records that has been absorbed; `loss`: the same for
@@ -331,7 +341,12 @@ struct Adding {
     has_updated: bool,
     /// Whether it adds to the slots, one by one.
     has_slots: bool,
+    /// Where the records of each step are noted.
+    trace: Option<PathBuf>,
 }
+
+/// The records that this process has computed since its last step.
+static TRACED: Mutex<Vec<u64>> = Mutex::new(Vec::new());
 
 impl UpdateRule for Adding {
     fn slots(&self) -> usize {
@@ -344,6 +359,13 @@ impl UpdateRule for Adding {
 
     fn apply(&mut self, update: Update<'_>) -> Result<(), UserError> {
         log_once(&mut self.has_updated, FIRST_UPDATE);
+        if let Some(trace) = &self.trace {
+            let records = std::mem::take(&mut *TRACED.lock().expect("no thread panics"));
+            let numbers = std::iter::once(update.step + 1).chain(records);
+            let line = numbers.map(|number| number.to_string()).collect::<Vec<_>>().join(" ");
+            let mut file = OpenOptions::new().append(true).create(true).open(trace)?;
+            writeln!(file, "{line}")?;
+        }
         let counts = if self.has_slots { &mut *update.slots } else { &mut *update.parameters };
         counts.iter_mut().zip(update.sum).for_each(|(count, sum)| *count += sum);
         if self.has_slots {

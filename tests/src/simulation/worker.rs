@@ -204,7 +204,7 @@ fn prepare(
                 build();
                 let files = setting.files.iter().enumerate();
                 let file = |(i, &records): (usize, &u64)| (format!("file-{i}"), records);
-                WorkerMessage::Described(Ok(FileList::pack(files.map(file))))
+                WorkerMessage::Described(Ok(FileList::pack(files.map(file))), None)
             }
             ControlEvent::Message(MasterMessage::Prepare(dataset), _) => {
                 build();

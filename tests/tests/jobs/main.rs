@@ -20,6 +20,7 @@ mod gpu;
 mod gpu_drill;
 mod inference;
 mod lifecycle;
+mod lineage;
 mod master;
 mod metrics;
 mod network_policy;

@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::path::PathBuf;
 
+pub use elasticdl_proto::Access;
+
 use crate::map::Map;
 use crate::storage::{StorageError, Transient};
 
@@ -182,23 +184,6 @@ pub trait Reader: Send + 'static {
     {
         Map::new(self, convert)
     }
-}
-
-/// How the records of a data set are read well.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Access {
-    /// The program orders its records itself: nothing is shuffled by default.
-    #[doc(hidden)]
-    Ordered,
-    /// Single records, in any order: all records of an epoch are shuffled.
-    Record,
-    /// This many consecutive records at a time: blocks are shuffled, and the records of a few
-    /// blocks among each other.
-    Block {
-        /// Records of a block; at least 1.
-        records: u64,
-    },
 }
 
 /// The reply of a reader that cannot skip records.

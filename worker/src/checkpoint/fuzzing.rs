@@ -6,12 +6,11 @@ use std::path::Path;
 
 use elasticdl_data::storage::Storage;
 use elasticdl_data::{Dataset, File};
-use elasticdl_proto::{Batch, Ledger, ShuffleMode};
+use elasticdl_proto::{Batch, Ledger, OrderName, ShuffleMode};
 
 use super::load::{self, load_parameters};
 use super::manifest::{JobFingerprint, Manifest, with_digest};
 use super::name::{self, MANIFEST};
-use crate::order::OrderName;
 
 /// Loads a checkpoint of six parameters with this manifest, to which its digest is added. Returns
 /// whether a job could resume from the manifest.

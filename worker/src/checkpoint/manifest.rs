@@ -4,13 +4,12 @@ use std::ops::Range;
 use std::path::Path;
 
 use elasticdl_data::Dataset;
-use elasticdl_proto::Batch;
+use elasticdl_proto::{Batch, OrderName};
 use elasticdl_tables::{ChunkLayout, Table};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::table_rows::{ChunkedSlots, TableRows};
-use crate::order::OrderName;
 use crate::session::checkpoint::Written;
 use crate::session::evaluation::Plan;
 use crate::session::header::StateRecord;

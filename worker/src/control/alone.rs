@@ -48,8 +48,8 @@ struct LoneMaster {
 impl LoneMaster {
     fn handle(&self, message: WorkerMessage) -> Option<MasterMessage> {
         Some(match message {
-            WorkerMessage::Described(Ok(list)) => MasterMessage::Prepare(list),
-            WorkerMessage::Described(Err(error)) => MasterMessage::Shutdown(error),
+            WorkerMessage::Described(Ok(list), _) => MasterMessage::Prepare(list),
+            WorkerMessage::Described(Err(error), _) => MasterMessage::Shutdown(error),
             WorkerMessage::Finished(_) => MasterMessage::Shutdown("the job completed".into()),
             WorkerMessage::Ready { .. } => MasterMessage::Membership(Membership {
                 generation: Generation(1),

@@ -2,10 +2,8 @@
 
 use std::num::NonZeroU64;
 
-use elasticdl_data::{Access, Dataset, File};
-use elasticdl_proto::{Batch, Ledger, Shuffle};
+use elasticdl_proto::{Access, Batch, Ledger, Order, Shuffle};
 
-use crate::order::Order;
 use crate::session::header::StateRecord;
 use crate::session::plan::{self, Contribution, StepSize};
 
@@ -33,9 +31,8 @@ pub struct StepShare {
 impl Share {
     /// The order of `records` records, trained in steps of `batch`.
     pub fn new(records: NonZeroU64, epochs: u32, batch: NonZeroU64, seed: Option<u64>) -> Self {
-        let dataset = Dataset::new(vec![File::new("records", records.get())]);
         let shuffle = if seed.is_some() { Shuffle::default() } else { Shuffle::NONE };
-        let order = Order::new(shuffle, seed.unwrap_or(0), &dataset, Access::Record);
+        let order = Order::new(shuffle, seed.unwrap_or(0), &[records.get()], Access::Record);
         Self { records: records.get(), epochs, batch, order }
     }
 

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use elasticdl_collective::Secret;
 use elasticdl_data::Dataset;
 use elasticdl_data::storage::Storage;
-use elasticdl_proto::{ParamDtype, WorkerOptions};
+use elasticdl_proto::{OrderName, ParamDtype, WorkerOptions};
 use elasticdl_tables::Table;
 
 use crate::checkpoint::{
@@ -16,7 +16,6 @@ use crate::checkpoint::{
 use crate::failure::{Failure, call_user};
 use crate::machine::{CheckpointStore, StoredCheckpoints};
 use crate::model::{Model, NamedTensor, tables_of};
-use crate::order::OrderName;
 use crate::ordered_reader::order_of;
 use crate::session::evaluation::Plan;
 use crate::session::origin::Program;

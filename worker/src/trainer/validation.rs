@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
 
 use elasticdl_data::{Purpose, Reader};
 use elasticdl_proto::{RecordRange, ValidationSpec, WorkerOptions};
@@ -12,8 +11,7 @@ use super::device::is_on_gpu;
 use crate::failure::call_user;
 use crate::metrics::Metrics;
 use crate::model::{Model, NamedTensor};
-use crate::order::Order;
-use crate::ordered_reader::{OrderedReader, ReadError};
+use crate::ordered_reader::{OrderedReader, ReadError, data_order};
 use crate::session::evaluation::Plan;
 use crate::split::open_reader;
 
@@ -40,7 +38,7 @@ impl<R: Reader> Validation<R> {
                 highest: spec.highest,
                 patience: spec.patience,
             };
-            let order = Arc::new(Order::of_data(&dataset));
+            let order = data_order(&dataset);
             Ok(Self { plan, reader: OrderedReader::new(reader, dataset, order) })
         })
     }

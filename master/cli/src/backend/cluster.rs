@@ -13,10 +13,12 @@ use elasticdl_master::kube::anchor::{
     SUSPEND,
 };
 use elasticdl_master::kube::client::{Cluster, ClusterChoice};
+use elasticdl_master::kube::facts::read_facts;
 use elasticdl_master::kube::logs::LogSource;
 use elasticdl_master::kube::objects::Task;
 use elasticdl_master::kube::requests::{DELETE, REQUESTED_BY, UserRequest, request};
 use elasticdl_master::kube::{anchor, logs, master_pods, objects, pods, route, silence, submit};
+use elasticdl_master::lineage::JobFacts;
 use elasticdl_proto::{DisconnectedStatus, Status};
 use tokio::runtime::Runtime;
 
@@ -162,6 +164,10 @@ impl JobHandle for ClusterHandle {
         })?;
         let summary = serde_json::from_str(json).map_err(|error| unreadable("summary", &error))?;
         Ok(cluster_page::report(summary, &data))
+    }
+
+    fn facts(&self) -> Result<JobFacts, Failure> {
+        self.runtime.block_on(read_facts(&self.anchor, &self.name))
     }
 
     fn scale(&self, num_workers: u32) -> Result<u32, Failure> {

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use elasticdl_master::job::LaunchId;
+use elasticdl_master::lineage::JobFacts;
 use elasticdl_proto::Status;
 
 use crate::process::Failure;
@@ -27,6 +28,9 @@ pub(crate) trait JobHandle {
 
     /// The dashboard of the job, which has ended, as an HTML file.
     fn report(&self) -> Result<String, Failure>;
+
+    /// What is known of the job's records, and of its steps.
+    fn facts(&self) -> Result<JobFacts, Failure>;
 
     /// Changes the number of workers to keep running. Returns the former one.
     fn scale(&self, num_workers: u32) -> Result<u32, Failure>;

@@ -1,6 +1,7 @@
 //! A job of this machine, which its directory names.
 
 mod connection;
+mod facts;
 mod report;
 mod watch;
 
@@ -15,6 +16,7 @@ use elasticdl_master::job::LaunchId;
 use elasticdl_master::jobdir::{
     self, DeleteError, JobDirError, LookupError, StopError, StopTarget, quoted,
 };
+use elasticdl_master::lineage::JobFacts;
 use elasticdl_master::worker_output::WorkerOutput;
 use elasticdl_proto::wire::{CheckpointRequest, ScaleRequest, SuspendRequest};
 use elasticdl_proto::{Status, Summary};
@@ -128,6 +130,10 @@ impl JobHandle for LocalHandle {
 
     fn report(&self) -> Result<String, Failure> {
         report::report(&self.root)
+    }
+
+    fn facts(&self) -> Result<JobFacts, Failure> {
+        facts::facts(self, &self.root)
     }
 
     fn scale(&self, num_workers: u32) -> Result<u32, Failure> {

@@ -12,6 +12,7 @@ use super::dashboard::{self, DashboardArgs};
 use super::delete::{self, DeleteArgs};
 use super::doctor::{self, DoctorArgs};
 use super::evaluate::{self, EvaluateArgs};
+use super::lineage::{self, LineageArgs};
 use super::list::{self, ListArgs};
 use super::logs::{self, LogsArgs};
 use super::man::{self, ManArgs};
@@ -77,6 +78,12 @@ pub(crate) enum Command {
     /// Workers lease shards of the data one by one. A worker that is killed is replaced, and the
     /// result stays bit-identical.
     Evaluate(Box<EvaluateArgs>),
+    /// Show when a record was trained: epoch, step, position, workers, and the checkpoint before.
+    ///
+    /// The order of the records is a function, which is inverted: nothing is searched or listed, so
+    /// this takes as long for a thousand million records as for a thousand. The job may be running,
+    /// or have ended.
+    Lineage(LineageArgs),
     /// List the jobs of this machine and of the cluster.
     List(ListArgs),
     /// Print the log of a job's master, of one of its workers, or of all workers.
@@ -160,6 +167,7 @@ fn run() -> Result<u8, Failure> {
         Command::Delete(args) => delete::delete(&args),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::Evaluate(args) => evaluate::evaluate(*args),
+        Command::Lineage(args) => lineage::lineage(&args),
         Command::List(args) => list::list(&args),
         Command::Logs(args) => logs::logs(&args),
         Command::Man(args) => man::man(&args, Cli::command()),

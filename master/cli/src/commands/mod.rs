@@ -8,6 +8,7 @@ mod dashboard;
 mod delete;
 mod doctor;
 mod evaluate;
+mod lineage;
 mod list;
 mod logs;
 mod man;

@@ -1,9 +1,11 @@
-//! Statuses and summaries of jobs, as tables, lines and JSON. Knows nothing about where a job runs.
+//! Statuses, summaries and lineages of jobs, as tables, lines and JSON. Knows nothing about where a
+//! job runs.
 
 mod end;
 mod follow;
 pub mod fuzzing;
 mod jobs;
+mod lineage;
 mod summary;
 mod table;
 mod watch;
@@ -13,6 +15,7 @@ pub(crate) use follow::Printer;
 pub(crate) use jobs::{
     JobRow, arrange as arrange_jobs, to_json as jobs_to_json, to_table as jobs_to_table,
 };
+pub(crate) use lineage::{to_json as lineage_to_json, to_table as lineage_to_table};
 pub(crate) use summary::{Paths, to_table as summary_to_table, warnings};
 pub(crate) use table::to_table;
 pub(crate) use watch::{Display, JobEnd, status_to_json};

@@ -1,6 +1,6 @@
 //! What is known of a job's data: its files, what is absorbed of them, and the shards of inference.
 
-use elasticdl_proto::{FileList, Ledger, RecordRange, WorkerId};
+use elasticdl_proto::{FileList, Ledger, OrderName, RecordRange, WorkerId};
 
 use super::dataset::Dataset;
 use super::ledger_cache::LedgerCache;
@@ -26,24 +26,31 @@ pub(crate) struct JobData {
 #[derive(Debug)]
 struct Described {
     dataset: Dataset,
+    /// The order of the records, as the worker that has described them told it.
+    order: Option<OrderName>,
     cache: LedgerCache,
     /// `None` in a training job, whose workers divide the records among themselves.
     shards: Option<ShardLeases>,
 }
 
 impl JobData {
-    /// Takes the data set of `files` for the job `spec`.
+    /// Takes the data set of `files` for the job `spec`, whose records have this order.
     ///
     /// # Errors
     /// Why the job can't run on it, for the user.
-    pub(crate) fn describe(&mut self, files: FileList, spec: &JobSpec) -> Result<(), String> {
+    pub(crate) fn describe(
+        &mut self,
+        files: FileList,
+        order: Option<OrderName>,
+        spec: &JobSpec,
+    ) -> Result<(), String> {
         let dataset = Dataset::new(files, spec)?;
         let shards = match spec.work.trains() {
             true => None,
             false => Some(ShardLeases::new(Shards::cut(&dataset, spec.records_per_shard)?)),
         };
         let cache = LedgerCache::new(dataset.records(), spec.epochs);
-        self.described = Some(Described { dataset, cache, shards });
+        self.described = Some(Described { dataset, order, cache, shards });
         Ok(())
     }
 
@@ -82,6 +89,11 @@ impl JobData {
     /// The list of files, once it is known.
     pub(crate) fn files(&self) -> Option<&FileList> {
         self.dataset().map(Dataset::files)
+    }
+
+    /// The order of the records, if it is known.
+    pub(crate) fn order(&self) -> Option<OrderName> {
+        self.described.as_ref()?.order
     }
 
     /// The group's ledger as last reported, once the data set is known.

@@ -3,7 +3,7 @@
 
 use std::net::SocketAddr;
 
-use elasticdl_proto::{FileList, SkippedRecords, WorkerId};
+use elasticdl_proto::{FileList, OrderName, SkippedRecords, WorkerId};
 
 use crate::job::action::{Action, MasterMessage, Outcome};
 use crate::job::data::dataset::Dataset;
@@ -128,6 +128,7 @@ impl Job {
         now: Time,
         worker: WorkerId,
         outcome: Result<FileList, String>,
+        order: Option<OrderName>,
     ) {
         let is_asked = self.workers.get(worker).is_some_and(|w| w.stage() == Stage::Describing);
         if !is_asked || self.data.files().is_some() {
@@ -135,7 +136,7 @@ impl Job {
         }
         let described = outcome.and_then(|files| {
             let count = files.len() as u64;
-            self.data.describe(files, &self.spec).map(|()| count)
+            self.data.describe(files, order, &self.spec).map(|()| count)
         });
         let files = match described {
             Ok(files) => files,

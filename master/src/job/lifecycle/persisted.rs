@@ -21,7 +21,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use elasticdl_proto::{FileList, Generation, WorkerId};
+use elasticdl_proto::{FileList, Generation, MembershipChange, OrderName, WorkerId};
 use serde::{Deserialize, Serialize};
 
 use super::state::ID_BLOCK;
@@ -47,6 +47,9 @@ pub struct PersistedJob {
     /// The list of files, once it is attached.
     #[serde(skip)]
     pub(crate) dataset: Option<FileList>,
+    /// The order of the records, if a worker has told it.
+    #[serde(default)]
+    pub(crate) order: Option<OrderName>,
     pub(crate) parameters: Option<u64>,
     pub(crate) wanted: u32,
     pub(crate) initial_launches_left: u32,
@@ -154,6 +157,33 @@ impl PersistedJob {
     #[must_use]
     pub(crate) fn file_list(&self) -> Option<&FileList> {
         self.dataset.as_ref()
+    }
+
+    /// The order of the records, if it is known.
+    #[must_use]
+    pub(crate) fn order(&self) -> Option<OrderName> {
+        self.order
+    }
+
+    /// Records and steps of the state that the first group began with; `None` before it.
+    #[must_use]
+    pub(crate) fn begun_with(&self) -> Option<(u64, u64)> {
+        let totals = &self.history.totals;
+        totals.formed_first.map(|_| totals.begun_with)
+    }
+
+    /// The newest membership changes, oldest first.
+    #[must_use]
+    pub(crate) fn memberships(&self) -> &[MembershipChange] {
+        &self.history.memberships
+    }
+
+    /// Drops the history and the launches of a job that has ended: its summary has the history.
+    #[must_use]
+    pub(crate) fn of_ended(mut self) -> Self {
+        self.shorten();
+        self.launches.clear();
+        self
     }
 
     /// Drops the history, for a persisted job that is too long in spite of the budgets.
@@ -303,6 +333,7 @@ impl Job {
             spec: spec.clone(),
             data: data.files().map(DatasetFingerprint::of),
             dataset: data.files().cloned(),
+            order: data.order(),
             parameters: data.parameters(),
             wanted: lifecycle.wanted,
             initial_launches_left: lifecycle.initial_launches_left,

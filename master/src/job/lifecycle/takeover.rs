@@ -69,7 +69,7 @@ impl Job {
         job.lifecycle.stop_reason = record.stop_reason;
         job.reporting = JobHistory::restore(record.history);
         if let Some(files) = record.dataset {
-            job.data.describe(files, &job.spec)?;
+            job.data.describe(files, record.order, &job.spec)?;
         }
         job.data.restore(record.parameters, record.step);
         job.data.restore_results(record.results)?;

@@ -101,9 +101,9 @@ pub(crate) struct Totals {
     pub(super) peak: u32,
     /// Launches that replaced an ended one.
     pub(super) restarts: u64,
-    formed_first: Option<Time>,
+    pub(crate) formed_first: Option<Time>,
     /// Records and steps of the first group's state when it formed.
-    begun_with: (u64, u64),
+    pub(crate) begun_with: (u64, u64),
     /// Time of the last report; as of the write.
     pub(crate) reported_last: Time,
     pub(crate) loss: LossSummary,

@@ -119,7 +119,7 @@ fn the_ledger_of_a_group_that_starts_from_a_checkpoint_is_adopted() {
 fn records_of_another_jobs_checkpoint_do_not_count_towards_the_speed() {
     let mut job = Job::new(JobSpec { num_workers: 1, max_workers: 1, ..kept() });
     connect(&mut job, 1);
-    deliver(&mut job, 1, WorkerMessage::Described(Ok(testing::dataset(&[20]))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(testing::dataset(&[20])), None));
     deliver(&mut job, 1, WorkerMessage::Ready { parameters: 10 });
     deliver(&mut job, 1, formed(1, 3, &[(0, 12)]));
     let message = committed(1, 4, &[(12, 16)]);

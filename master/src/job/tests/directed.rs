@@ -21,7 +21,7 @@ pub(super) fn published(spec: JobSpec, files: &[u64]) -> Job {
     let workers = u64::from(spec.num_workers);
     let mut job = Job::new(spec);
     connect(&mut job, 1);
-    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(files))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(files)), None));
     (2..=workers).for_each(|i| connect(&mut job, i));
     (1..=workers).for_each(|i| deliver(&mut job, i, WorkerMessage::Ready { parameters: 10 }));
     actions(&mut job);
@@ -167,7 +167,7 @@ fn nothing_else_is_started_until_the_data_set_is_known() {
     connect(&mut job, 1);
     let admit = Action::Admit { connection: ConnectionId(1), worker: WorkerId(1) };
     assert_eq!(actions(&mut job), [admit, send(1, MasterMessage::Describe)]);
-    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20]))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20])), None));
     let prepare = send(1, MasterMessage::Prepare(dataset(&[20])));
     assert_eq!(actions(&mut job), [prepare, launch(2), launch(3)]);
 }
@@ -177,7 +177,7 @@ fn data_that_cannot_be_used_refuses_the_job() {
     for answer in [Err("no such folder".to_owned()), Ok(dataset(&[]))] {
         let mut job = Job::new(spec());
         connect(&mut job, 1);
-        deliver(&mut job, 1, WorkerMessage::Described(answer));
+        deliver(&mut job, 1, WorkerMessage::Described(answer, None));
         job.handle(at(1), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Code(0) });
         assert_eq!(actions(&mut job).last(), Some(&Action::End(Outcome::InvalidInput)));
         let summary = job.summary(at(1));
@@ -189,7 +189,7 @@ fn data_that_cannot_be_used_refuses_the_job() {
 fn the_first_group_waits_one_second_for_starting_workers() {
     let mut job = Job::new(spec());
     connect(&mut job, 1);
-    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20]))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20])), None));
     connect(&mut job, 2);
     job.handle(
         at(50),
@@ -455,7 +455,7 @@ fn one_failure_too_many_fails_the_job_with_the_users_error() {
 fn a_fatal_failure_at_the_start_ends_the_job_at_once() {
     let mut job = Job::new(spec());
     connect(&mut job, 1);
-    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20]))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20])), None));
     (2..=3).for_each(|i| connect(&mut job, i));
     actions(&mut job);
     let error = "x".repeat(10_000);

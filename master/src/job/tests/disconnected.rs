@@ -184,7 +184,7 @@ fn joiners_reconnect_too_and_receive_possibly_lost_messages_again() {
         Resume { worker: WorkerId(1), membership: None, parameters: None, holds_state: false };
     reconnect_as(&mut job, 50, unprepared.clone());
     assert_eq!(actions(&mut job), [admit(1), send(1, MasterMessage::Describe)]);
-    deliver(&mut job, 1, WorkerMessage::Described(Ok(data.clone())));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(data.clone()), None));
     disconnect(&mut job, 60, 1);
     actions(&mut job);
     reconnect_as(&mut job, 50, unprepared);

@@ -22,7 +22,7 @@ fn evaluate() -> JobSpec {
 fn ready(files: &[u64]) -> Job {
     let mut job = Job::new(evaluate());
     connect(&mut job, 1);
-    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(files))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(files)), None));
     (2..=3).for_each(|i| connect(&mut job, i));
     (1..=3).for_each(|i| deliver(&mut job, i, WorkerMessage::Ready { parameters: 10 }));
     job
@@ -271,7 +271,7 @@ fn under_any_faults_each_shard_counts_once_and_the_mean_is_bit_identical() {
                         deliver(
                             &mut job,
                             worker.0,
-                            WorkerMessage::Described(Ok(dataset(&[37, 5, 61]))),
+                            WorkerMessage::Described(Ok(dataset(&[37, 5, 61])), None),
                         );
                     }
                     Action::Send { worker, message: MasterMessage::Prepare(_) } => {

@@ -28,7 +28,7 @@ pub(super) fn read_back(record: &PersistedJob) -> PersistedJob {
 fn half_way() -> Job {
     let mut job = Job::new(JobSpec { num_workers: 3, ..spec() });
     let list = dataset(&[200_000_000]);
-    job.data.describe(list, &job.spec).unwrap();
+    job.data.describe(list, None, &job.spec).unwrap();
     let ranges: Vec<RecordRange> = (0..24_400)
         .map(|i| RecordRange { epoch: 0, start: i * 8192, end: i * 8192 + 4096 })
         .collect();
@@ -76,7 +76,7 @@ fn a_job_that_ended_within_an_epoch_persists_only_its_totals() {
 fn the_file_list_is_persisted_separately_and_only_the_same_list_is_accepted() {
     let list = |n: u64| FileList::pack((0..n).map(|i| (format!("/data/{i:090}"), 1)));
     let mut job = Job::new(JobSpec { ..spec() });
-    job.data.describe(list(15_000), &job.spec).unwrap();
+    job.data.describe(list(15_000), None, &job.spec).unwrap();
     let record = job.to_persisted();
     assert!(json_bytes(&record) < 4 << 10, "{} bytes", json_bytes(&record));
     let mut read = read(&record);
@@ -132,7 +132,7 @@ fn the_log_states_the_numbers_of_records_and_files_and_of_the_shards_of_inferenc
     ] {
         let mut job = Job::new(spec);
         connect(&mut job, 1);
-        deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[1; 15]))));
+        deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[1; 15])), None));
         let events = job.status(at(0)).events;
         assert!(events.contains(&expected.to_owned()), "{events:?}");
     }

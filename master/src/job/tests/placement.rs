@@ -14,7 +14,7 @@ fn asked(wanted: u32, min: u32) -> Job {
     let spec = JobSpec { num_workers: wanted, min_workers: min, max_workers: wanted, ..spec() };
     let mut job = Job::new(spec);
     connect(&mut job, 1);
-    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[1000]))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[1000])), None));
     let asked = actions(&mut job).iter().filter(|a| matches!(a, Action::Launch { .. })).count();
     assert_eq!(asked as u32, wanted);
     job
@@ -139,7 +139,7 @@ fn a_job_that_waits_for_a_scheduler_doubles_until_it_has_all_its_pods() {
     let wait = Wait::Scheduling(None);
     job.handle(at(1), Event::LaunchWaits { launch: LaunchId(1), wait });
     connect(&mut job, 1);
-    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[1000]))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[1000])), None));
     // Two core workers and six probes; then as many as are scheduled, so twice as many in all.
     let mut rounds = Vec::new();
     loop {
@@ -251,7 +251,7 @@ fn the_workers_of_a_gang_are_started_together_and_so_are_processes() {
     let (launched, mut job) = started(policies);
     assert_eq!(launched, [1, 2, 3].map(launch));
     connect(&mut job, 1);
-    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[1000]))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[1000])), None));
     assert!(actions(&mut job).contains(&launch(4)));
 }
 

@@ -36,7 +36,7 @@ fn launches_and_slots_come_in_whole_pods_and_one_pod_until_the_data_is_known() {
     assert_eq!(actions(&mut job), [launch_at(1, 0)]);
     connect(&mut job, 2);
     connect(&mut job, 1);
-    deliver(&mut job, 2, WorkerMessage::Described(Ok(dataset(&[20]))));
+    deliver(&mut job, 2, WorkerMessage::Described(Ok(dataset(&[20])), None));
     let launched: Vec<_> =
         actions(&mut job).into_iter().filter(|a| matches!(a, Action::Launch { .. })).collect();
     assert_eq!(launched, [launch_at(3, 2)]);
@@ -189,7 +189,7 @@ fn a_scale_down_retires_whole_pods_from_the_highest_slot_down() {
 fn an_unschedulable_pod_counts_as_one_probe() {
     let mut job = Job::new(JobSpec { num_workers: 12, max_workers: 12, ..pods() });
     (1..=2).for_each(|launch| connect(&mut job, launch));
-    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[1000]))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[1000])), None));
     let mut asked = actions(&mut job);
     asked.retain(|a| matches!(a, Action::Launch { .. }));
     assert_eq!(asked, [1, 3, 5, 7, 9, 11].map(|launch| launch_at(launch, launch as u32 - 1)));
@@ -242,7 +242,7 @@ fn a_pod_is_not_killed_while_one_of_its_workers_finishes() {
     let checkpoints = Some(CheckpointSpec { dir: "kept".into(), every, keep: 1, exclusive: false });
     let mut job = Job::new(JobSpec { checkpoints, ..pods() });
     (1..=2).for_each(|i| connect(&mut job, i));
-    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20]))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20])), None));
     (3..=4).for_each(|i| connect(&mut job, i));
     (1..=3).for_each(|i| deliver(&mut job, i, WorkerMessage::Ready { parameters: 10 }));
     job.handle_timeout(at(1000));

@@ -28,7 +28,7 @@ fn messages_that_are_invalid_in_the_current_state_have_no_effect() {
             committed(1, 5, &[(0, 4)]),
             formed(1, 5, &[(0, 4)]),
             formed(2, 5, &[]),
-            WorkerMessage::Described(Err("no".into())),
+            WorkerMessage::Described(Err("no".into()), None),
             WorkerMessage::Ready { parameters: 99 },
             finished(0, 3, 3),
             finished(2, 3, 3),

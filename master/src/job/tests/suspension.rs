@@ -157,7 +157,7 @@ fn workers_without_the_state_are_released_at_once() {
     // Before the first group there is no state to keep.
     let mut job = Job::new(with_checkpoints(2));
     connect(&mut job, 1);
-    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20]))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20])), None));
     actions(&mut job);
     job.handle(at(0), Event::Suspend);
     let sent = actions(&mut job);
@@ -170,7 +170,7 @@ fn workers_without_the_state_are_released_at_once() {
 fn a_group_that_has_not_reported_that_it_has_formed_ends_with_a_checkpoint_too() {
     let mut job = Job::new(with_checkpoints(1));
     connect(&mut job, 1);
-    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20]))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20])), None));
     deliver(&mut job, 1, WorkerMessage::Ready { parameters: 10 });
     actions(&mut job);
     job.handle(at(0), Event::Suspend);

@@ -13,7 +13,7 @@ fn described(num_workers: u32) -> Job {
     let mut job = Job::new(spec);
     assert_eq!(launches(&mut job), [launch_at(1, 0)]);
     connect(&mut job, 1);
-    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[1000]))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[1000])), None));
     job
 }
 

@@ -355,7 +355,7 @@ fn facts_without_another_source_are_durable_before_further_actions() {
     let first = job.durable_before();
     connect(&mut job, 1);
     assert!(job.version() > first && job.durable_before() == first);
-    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20]))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20])), None));
     let described = job.durable_before();
     assert!(described > first);
     let mut job = started(spec_of(1), &[20]);

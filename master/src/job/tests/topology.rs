@@ -18,7 +18,7 @@ fn members_of_a_zone_are_neighbours_and_joiners_come_to_their_zone() {
     let spec = JobSpec { num_workers: 4, max_workers: 5, ..spec() };
     let mut job = Job::new(spec);
     connect(&mut job, 1);
-    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20]))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20])), None));
     (2..=4).for_each(|worker| connect(&mut job, worker));
     for (worker, zone) in [(1, "a"), (2, "b"), (3, "a"), (4, "b")] {
         locate(&mut job, worker, zone);

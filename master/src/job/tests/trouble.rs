@@ -224,7 +224,7 @@ fn a_slot_that_fails_beside_a_job_that_makes_progress_is_tried_less_and_less_oft
 fn failures_before_the_first_group_end_no_job_whose_other_workers_wait() {
     let mut job = Job::new(spec());
     connect(&mut job, 1);
-    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20]))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20])), None));
     connect(&mut job, 2);
     assert_eq!(fail_in_turn(&mut job, 3, 4), None);
     // The only worker so far that fails at each start ends the job.

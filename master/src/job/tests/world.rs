@@ -382,7 +382,7 @@ impl World {
         p.old = p.old.saturating_sub(1);
         match p.down.pop_front().unwrap() {
             MasterMessage::Describe => {
-                p.up.push_back(WorkerMessage::Described(Ok(dataset(&[records]))))
+                p.up.push_back(WorkerMessage::Described(Ok(dataset(&[records])), None))
             }
             MasterMessage::Drain => p.drained = true,
             MasterMessage::Joiners(_)

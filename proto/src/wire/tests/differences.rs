@@ -8,10 +8,11 @@ fn a_long_list_of_files_is_sent_packed_and_a_short_one_unpacked() {
         FileList::pack((0..files).map(|i| (format!("/a/long/path/to/some/part-{i:080}"), i)))
     };
     let sent = |list: &FileList| {
-        let message = WorkerMessage::Described(Ok(list.clone()));
+        let message = WorkerMessage::Described(Ok(list.clone()), None);
         match encode::join_request(JoinRequest::Message(message)).kind {
             Some(Kind::Described(v1::Described {
                 outcome: Some(v1::described::Outcome::Dataset(dataset)),
+                ..
             })) => dataset,
             other => panic!("{other:?}"),
         }
@@ -24,12 +25,12 @@ fn a_long_list_of_files_is_sent_packed_and_a_short_one_unpacked() {
     assert!(dataset.files.is_empty() && dataset.packed.len() < 1 << 20);
     let described = |dataset| {
         let outcome = Some(v1::described::Outcome::Dataset(dataset));
-        convert(Kind::Described(v1::Described { outcome })).unwrap()
+        convert(Kind::Described(v1::Described { outcome, order: None })).unwrap()
     };
-    assert_eq!(described(dataset), WorkerMessage::Described(Ok(long)));
+    assert_eq!(described(dataset), WorkerMessage::Described(Ok(long), None));
     // A list that can't be read is reported as an error of the data set.
     let torn = v1::Dataset { packed: "nonsense".into(), ..v1::Dataset::default() };
-    let WorkerMessage::Described(Err(error)) = described(torn) else {
+    let WorkerMessage::Described(Err(error), None) = described(torn) else {
         panic!("the list was accepted")
     };
     assert!(error.contains("the list of the data set's files can't be used"), "{error}");

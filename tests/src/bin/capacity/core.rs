@@ -20,7 +20,7 @@ pub(crate) fn worker_bytes() -> Result<u64, Fault> {
     let mut job = Job::new(spec(WORKERS));
     drain(&mut job);
     connect(&mut job, 1);
-    send(&mut job, 1, WorkerMessage::Described(Ok(dataset())));
+    send(&mut job, 1, WorkerMessage::Described(Ok(dataset()), None));
     drain(&mut job);
     let before = resident_bytes(std::process::id())?;
     for worker in 2..=u64::from(WORKERS) {
@@ -37,7 +37,7 @@ pub(crate) fn worker_bytes() -> Result<u64, Fault> {
 pub(crate) fn change_ms(workers: u32, changes: u32) -> Vec<f64> {
     let mut job = Job::new(JobSpec { min_workers: 1, ..spec(workers) });
     connect(&mut job, 1);
-    send(&mut job, 1, WorkerMessage::Described(Ok(dataset())));
+    send(&mut job, 1, WorkerMessage::Described(Ok(dataset()), None));
     (2..=u64::from(workers)).for_each(|worker| connect(&mut job, worker));
     drain(&mut job);
     for worker in 1..=u64::from(workers) {

@@ -67,7 +67,7 @@ impl Connected {
         let mut workers = vec![connector.join(1).await?];
         wait_for(&mut received, 1, |message| matches!(message, MasterMessage::Describe)).await?;
         let file = ListedFile { path: "none".into(), records: RECORDS, version: None };
-        workers[0].send(WorkerMessage::Described(Ok(FileList::pack([file]))))?;
+        workers[0].send(WorkerMessage::Described(Ok(FileList::pack([file])), None))?;
         // The launches are started in the order of their ids, before the first worker receives the
         // data set.
         wait_for(&mut received, 1, |message| matches!(message, MasterMessage::Prepare(_))).await?;

@@ -169,7 +169,7 @@ impl Worker {
             MasterMessage::Describe => {
                 let records = self.job.records;
                 let file = ListedFile { path: "none".into(), records, version: None };
-                self.send(WorkerMessage::Described(Ok(FileList::pack([file]))));
+                self.send(WorkerMessage::Described(Ok(FileList::pack([file])), None));
             }
             MasterMessage::Prepare(_) => {
                 if let Some(resume) = resume {

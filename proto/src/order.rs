@@ -11,22 +11,27 @@
 //! | `record` | the record that a permutation of all records maps `p` to |
 //! | `block` | see [`Layout`]: blocks are permuted, then the records within a few blocks |
 //!
+//! The inverse, from a record to its position, lists no epoch either: a permutation is a Feistel
+//! network, which runs backwards, and the blocks before a block are counted, not permuted.
+//!
 //! **Invariant:** no IO. In each epoch every record has one position. A released version of the
 //! order never changes: checkpoints hold positions.
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::num::NonZeroU64;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use elasticdl_data::{Access, Dataset};
-use elasticdl_proto::{RecordRange, Shuffle, ShuffleMode};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::job::{Shuffle, ShuffleMode};
+use crate::ranges::RecordRange;
+
 /// The order of a data set's records in each epoch.
 #[derive(Debug)]
-pub(crate) struct Order {
+pub struct Order {
     seed: u64,
     /// Number of records of the data set.
     records: u64,
@@ -35,13 +40,32 @@ pub(crate) struct Order {
 
 /// An order, as checkpoints name it. Its field names are a public format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct OrderName {
-    pub(crate) mode: ShuffleMode,
-    pub(crate) seed: u64,
+pub struct OrderName {
+    /// What is shuffled; not [`ShuffleMode::Auto`].
+    pub mode: ShuffleMode,
+    /// The seed; 0 where nothing is shuffled.
+    pub seed: u64,
     /// Records of a block; 0 where no blocks are shuffled.
-    pub(crate) block: u64,
+    pub block: u64,
     /// Least number of records that are mixed at a time; 0 where no blocks are shuffled.
-    pub(crate) buffer: u64,
+    pub buffer: u64,
+}
+
+/// How the records of a data set are read well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Access {
+    /// The program orders its records itself: nothing is shuffled by default.
+    #[doc(hidden)]
+    Ordered,
+    /// Single records, in any order: all records of an epoch are shuffled.
+    Record,
+    /// This many consecutive records at a time: blocks are shuffled, and the records of a few
+    /// blocks among each other.
+    Block {
+        /// Records of a block; at least 1.
+        records: u64,
+    },
 }
 
 #[derive(Debug)]
@@ -92,26 +116,37 @@ struct Layout {
 }
 
 impl Order {
-    /// The order of `dataset` that `shuffle` and `seed` choose, for a reader with this access.
-    pub(crate) fn new(shuffle: Shuffle, seed: u64, dataset: &Dataset, access: Access) -> Self {
-        let records = dataset.files.iter().map(|file| file.records).sum();
+    /// The order that `shuffle` and `seed` choose for files of these numbers of records, and for a
+    /// reader with this access.
+    #[must_use]
+    pub fn new(shuffle: Shuffle, seed: u64, files: &[u64], access: Access) -> Self {
+        let cut = |records| Kind::Blocks(Blocks::cut(files, records, shuffle.buffer));
         let kind = match (shuffle.mode, access) {
             (ShuffleMode::None, _) | (ShuffleMode::Auto, Access::Ordered) => Kind::InOrder,
-            (ShuffleMode::Auto | ShuffleMode::Block, Access::Block { records }) => {
-                Kind::Blocks(Blocks::cut(dataset, records, shuffle))
-            }
-            (ShuffleMode::Block, _) => Kind::Blocks(Blocks::cut(dataset, BLOCK_RECORDS, shuffle)),
+            (ShuffleMode::Auto | ShuffleMode::Block, Access::Block { records }) => cut(records),
+            (ShuffleMode::Block, _) => cut(BLOCK_RECORDS),
             (ShuffleMode::Auto | ShuffleMode::Record, _) => Kind::Records,
         };
-        Self { seed, records, kind }
+        Self { seed, records: files.iter().sum(), kind }
     }
 
     /// The order of the data itself.
-    pub(crate) fn of_data(dataset: &Dataset) -> Self {
-        Self::new(Shuffle::NONE, 0, dataset, Access::Record)
+    #[must_use]
+    pub fn of_data(files: &[u64]) -> Self {
+        Self::new(Shuffle::NONE, 0, files, Access::Record)
     }
 
-    pub(crate) fn name(&self) -> OrderName {
+    /// The order of this name, of files of these numbers of records.
+    #[must_use]
+    pub fn named(name: OrderName, files: &[u64]) -> Self {
+        let OrderName { mode, seed, block, buffer } = name;
+        let shuffle = Shuffle { mode, buffer: NonZeroU64::new(buffer) };
+        Self::new(shuffle, seed, files, Access::Block { records: block })
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> OrderName {
         let (mode, block, buffer) = match &self.kind {
             Kind::Blocks(blocks) => (ShuffleMode::Block, blocks.records, blocks.buffer),
             Kind::InOrder => (ShuffleMode::None, 0, 0),
@@ -122,8 +157,23 @@ impl Order {
         OrderName { mode, seed, block, buffer }
     }
 
+    /// The position of `record`, which lies in the data set, in `epoch`: the inverse of
+    /// [`records`](Self::records). Its time grows with the number of files, and slightly with that
+    /// of blocks.
+    #[must_use]
+    pub fn position(&self, epoch: u32, record: u64) -> u64 {
+        match &self.kind {
+            Kind::Blocks(blocks) => blocks.position(self.seed, epoch, record),
+            Kind::InOrder => record,
+            Kind::Records => {
+                Permutation::new(self.records, self.seed, epoch, Purpose::Records).index_of(record)
+            }
+        }
+    }
+
     /// The records at these positions, which lie in the data set.
-    pub(crate) fn records(&self, positions: RecordRange) -> Vec<u64> {
+    #[must_use]
+    pub fn records(&self, positions: RecordRange) -> Vec<u64> {
         let RecordRange { epoch, start, end } = positions;
         match &self.kind {
             Kind::Blocks(blocks) => {
@@ -139,7 +189,8 @@ impl Order {
     }
 
     /// The records at these positions as few ranges, in ascending order: at most [`RANGES_MAX`].
-    pub(crate) fn ranges(&self, positions: &[RecordRange]) -> Vec<RecordRange> {
+    #[must_use]
+    pub fn ranges(&self, positions: &[RecordRange]) -> Vec<RecordRange> {
         let mut ranges: Vec<RecordRange> = Vec::new();
         let mut records: Vec<(u32, u64)> = positions
             .iter()
@@ -160,19 +211,22 @@ impl Order {
     }
 
     /// Whether positions are records.
-    pub(crate) fn is_of_data(&self) -> bool {
+    #[must_use]
+    pub fn is_of_data(&self) -> bool {
         matches!(self.kind, Kind::InOrder)
     }
 
     /// The records of the block that holds `record`; `None` where no blocks are shuffled.
-    pub(crate) fn block(&self, record: u64) -> Option<Range<u64>> {
+    #[must_use]
+    pub fn block(&self, record: u64) -> Option<Range<u64>> {
         let Kind::Blocks(blocks) = &self.kind else { return None };
         let block = blocks.firsts.partition_point(|&first| first <= record) - 1;
         Some(blocks.firsts[block]..blocks.firsts[block + 1])
     }
 
     /// Number of records of the largest buffer, where blocks are shuffled.
-    pub(crate) fn buffer(&self) -> u64 {
+    #[must_use]
+    pub fn buffer(&self) -> u64 {
         match &self.kind {
             Kind::Blocks(blocks) => blocks.buffer.saturating_add(blocks.records),
             Kind::InOrder | Kind::Records => 0,
@@ -181,17 +235,17 @@ impl Order {
 }
 
 impl Blocks {
-    fn cut(dataset: &Dataset, records: u64, shuffle: Shuffle) -> Self {
-        let total: u64 = dataset.files.iter().map(|file| file.records).sum();
+    fn cut(files: &[u64], records: u64, buffer: Option<NonZeroU64>) -> Self {
+        let total: u64 = files.iter().sum();
         let records = records.max(1).max(total / BLOCKS_MAX);
         let (mut firsts, mut at) = (Vec::new(), 0);
-        for file in dataset.files.iter().filter(|file| file.records > 0) {
-            let blocks = file.records.div_ceil(records);
+        for file in files.iter().filter(|file| **file > 0) {
+            let blocks = file.div_ceil(records);
             firsts.extend((0..blocks).map(|block| at + block * records));
-            at += file.records;
+            at += file;
         }
         firsts.push(at);
-        let buffer = shuffle.buffer.map_or(BUFFER_RECORDS, std::num::NonZeroU64::get);
+        let buffer = buffer.map_or(BUFFER_RECORDS, NonZeroU64::get);
         Self { records, buffer, firsts, layouts: Mutex::default() }
     }
 
@@ -217,6 +271,45 @@ impl Blocks {
         let at = start + within.at(position - start);
         let block = layout.starts[first..end].partition_point(|&start| start <= at) - 1 + first;
         self.firsts[layout.blocks[block] as usize] + (at - layout.starts[block])
+    }
+
+    /// The position of `record` in `epoch`. Of the layout only the places of blocks that are
+    /// shorter than the others are needed, and the numbers of the buffers.
+    fn position(&self, seed: u64, epoch: u32, record: u64) -> u64 {
+        let count = self.firsts.len() as u64 - 1;
+        let all = Permutation::new(count, seed, epoch, Purpose::Blocks);
+        let block = self.firsts.partition_point(|&first| first <= record) - 1;
+        let (place, offset) = (all.index_of(block as u64), record - self.firsts[block]);
+        let lengths = self.firsts.windows(2).map(|pair| pair[1] - pair[0]);
+        let short = (0..).zip(lengths).filter(|(_, len)| *len < self.records);
+        let mut short: Vec<(u64, u64)> =
+            short.map(|(block, len)| (all.index_of(block), len)).collect();
+        short.sort_unstable();
+        let mut short = short.into_iter().peekable();
+        // Blocks of a buffer that has no short one.
+        let whole = self.buffer.div_ceil(self.records);
+        let (mut end, mut at) = (0_u64, 0);
+        for buffer in 0.. {
+            let (first, start, mut found) = (end, at, None);
+            let next_short = short.peek().map_or(count, |(place, _)| *place);
+            if first.saturating_add(whole) <= next_short {
+                (end, at) = (first + whole, start + whole * self.records);
+                found = (first..end).contains(&place).then(|| (place - first) * self.records);
+            }
+            // The others are gone through, up to the end of the buffer.
+            while end < count && at - start < self.buffer {
+                found = found.or_else(|| (end == place).then_some(at - start));
+                let is_short = short.next_if(|(place, _)| *place == end);
+                at += is_short.map_or(self.records, |(_, len)| len);
+                end += 1;
+            }
+            if let Some(before) = found {
+                let buffer = Purpose::Buffer(buffer);
+                let within = Permutation::new(at - start, seed, epoch, buffer);
+                return start + within.index_of(before + offset);
+            }
+        }
+        unreachable!("each block has a place")
     }
 }
 
@@ -297,11 +390,32 @@ impl Permutation {
         }
     }
 
+    /// The index that the permutation maps to `value`: the inverse of [`at`](Self::at).
+    fn index_of(&self, value: u64) -> u64 {
+        let mut at = value;
+        loop {
+            at = self.unmix(at);
+            if at < self.len {
+                return at;
+            }
+        }
+    }
+
     fn mix(&self, value: u64) -> u64 {
         let mask = (1 << self.bits) - 1;
         let (mut left, mut right) = (value >> self.bits, value & mask);
         for key in self.keys {
             (left, right) = (right, left ^ (scramble(right ^ key) & mask));
+        }
+        (left << self.bits) | right
+    }
+
+    /// The inverse of [`mix`](Self::mix).
+    fn unmix(&self, value: u64) -> u64 {
+        let mask = (1 << self.bits) - 1;
+        let (mut left, mut right) = (value >> self.bits, value & mask);
+        for key in self.keys.into_iter().rev() {
+            (left, right) = (right ^ (scramble(left ^ key) & mask), left);
         }
         (left << self.bits) | right
     }

@@ -1,16 +1,10 @@
 use std::num::NonZeroU64;
 
-use elasticdl_data::File;
-
 use super::*;
-
-fn dataset(files: &[u64]) -> Dataset {
-    Dataset::new(files.iter().map(|&records| File::new("f", records)).collect())
-}
 
 fn order(mode: ShuffleMode, seed: u64, files: &[u64], block: u64, buffer: u64) -> Order {
     let shuffle = Shuffle { mode, buffer: NonZeroU64::new(buffer) };
-    Order::new(shuffle, seed, &dataset(files), Access::Block { records: block })
+    Order::new(shuffle, seed, files, Access::Block { records: block })
 }
 
 fn whole(epoch: u32, end: u64) -> RecordRange {
@@ -26,6 +20,12 @@ fn every_record_has_one_position_in_each_epoch() {
                 for epoch in 0..3 {
                     let order = order(mode, 7, files, block, buffer);
                     let mut records = order.records(whole(epoch, total));
+                    let positions = records.iter().map(|record| order.position(epoch, *record));
+                    assert_eq!(
+                        Vec::from_iter(positions),
+                        Vec::from_iter(0..total),
+                        "{mode:?} {files:?} {block} {buffer}, epoch {epoch}"
+                    );
                     records.sort_unstable();
                     assert_eq!(records, Vec::from_iter(0..total), "{mode:?} {files:?} {block}");
                 }
@@ -122,7 +122,7 @@ fn a_buffer_mixes_the_blocks_that_it_consists_of_and_no_others() {
 
 #[test]
 fn the_reader_decides_what_is_shuffled_unless_the_user_does() {
-    let data = dataset(&[100]);
+    let data = [100];
     let mode =
         |mode, access| Order::new(Shuffle { mode, buffer: None }, 0, &data, access).name().mode;
     let block = Access::Block { records: 10 };
@@ -140,4 +140,33 @@ fn a_report_names_records_in_few_ranges() {
     let some = order.ranges(&[RecordRange { epoch: 4, start: 0, end: 5000 }]);
     assert_eq!(some.len(), RANGES_MAX);
     assert!(some.windows(2).all(|pair| pair[0].end < pair[1].start));
+}
+
+/// For many data sets, seeds and epochs. Every second one has files that are shorter than a block.
+#[test]
+fn the_position_of_a_record_is_found_without_its_epoch() {
+    let draw = permuted(1 << 40, 1, 1);
+    let mut draws = (0..).map(draw);
+    let mut below = |end: u64| draws.next().expect("it has no end") % end;
+    for case in 0..2000 {
+        let longest = if case % 2 == 0 { 40 } else { 1 << below(34) };
+        let files: Vec<u64> = (0..=below(12)).map(|_| below(longest + 1)).collect();
+        let total: u64 = files.iter().sum();
+        let modes = [ShuffleMode::Block, ShuffleMode::None, ShuffleMode::Record];
+        let mode = modes[below(3) as usize];
+        let (seed, epoch) = (below(1 << 30), below(1 << 20) as u32);
+        let least = total >> 9;
+        let (block, buffer) = (1 + least + below(100), 1 + least + below(1000));
+        let order = order(mode, seed, &files, block, buffer);
+        assert_eq!(Order::named(order.name(), &files).name(), order.name());
+        for _ in 0..if total == 0 { 0 } else { 20 } {
+            let at = below(total);
+            let record = order.records(RecordRange { epoch, start: at, end: at + 1 })[0];
+            assert_eq!(
+                order.position(epoch, record),
+                at,
+                "case {case}: {mode:?} {files:?}, seed {seed}, epoch {epoch}, {block}, {buffer}"
+            );
+        }
+    }
 }

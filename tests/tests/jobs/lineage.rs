@@ -1,0 +1,90 @@
+//! `elasticdl lineage` names the steps in which the workers of a job have trained a record, under
+//! kills and after an end within an epoch.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use elasticdl_proto::WorkerId;
+use elasticdl_tests::{JobFixture, send};
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::PROGRAMS;
+
+/// The steps of a record, and the worker that each is the step of.
+type Seen = BTreeMap<u64, BTreeMap<u64, BTreeSet<u64>>>;
+
+fn lineage(job: &Path, record: &str) -> Value {
+    let output =
+        Command::new(PROGRAMS.elasticdl).args(["lineage", "--json"]).arg(job).arg(record).output();
+    let output = output.unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// What the workers have noted of the records that they have computed, by record and step.
+fn seen(traces: &Path, processes: &Path) -> Seen {
+    let mut workers = BTreeMap::new();
+    for line in fs::read_to_string(processes).unwrap().lines() {
+        let numbers: Vec<u64> = line.split(' ').filter_map(|word| word.parse().ok()).collect();
+        workers.insert(numbers[1], numbers[0]);
+    }
+    let mut seen = Seen::new();
+    for trace in fs::read_dir(traces).unwrap().map(Result::unwrap) {
+        let pid: u64 = trace.file_name().to_str().unwrap().parse().unwrap();
+        for line in fs::read_to_string(trace.path()).unwrap().lines() {
+            let mut numbers = line.split(' ').map(|word| word.parse::<u64>().unwrap());
+            let step = numbers.next().unwrap();
+            for record in numbers {
+                seen.entry(record).or_default().entry(step).or_default().insert(workers[&pid]);
+            }
+        }
+    }
+    seen
+}
+
+#[test]
+fn the_steps_of_a_record_are_those_in_which_workers_have_seen_it() {
+    let fixture = JobFixture { micros_per_record: 1500, ..JobFixture::new(PROGRAMS, 3) };
+    let traces = fixture.path("traces");
+    fs::create_dir(&traces).unwrap();
+    let script = format!("exec \"$@\" --trace {}", traces.display());
+    let fixture = JobFixture { script: Some(script), ..fixture };
+    let job_dir = fixture.path("job");
+    // Two epochs of 125 steps: it ends within the second one.
+    let command = fixture.command(5).option("max-steps", "200").option("checkpoint-every", "30");
+    let mut job = command.start();
+    job.wait_for_first_steps();
+    let kept: WorkerId = loop {
+        let (worker, pid) = job.members().into_iter().next().unwrap();
+        send(pid, Signal::KILL);
+        job.wait_for_members_without(3, &[worker]);
+        if job.status().generation.0 > 4 || job.status().step > 120 {
+            break worker;
+        }
+    };
+    let ended = job.wait();
+    assert_eq!(ended.summary().steps, 200, "{}", ended.output);
+    assert!(ended.lost().contains(&kept), "{:?}", ended.memberships());
+    let seen = seen(&traces, &job_dir.join("processes"));
+    assert_eq!(seen.len(), 6000);
+    for (record, steps) in seen.iter().step_by(199) {
+        let lineage = lineage(&job_dir, &record.to_string());
+        let rows = lineage["epochs"].as_array().unwrap();
+        let trained: Vec<&Value> = rows.iter().filter(|row| row["state"] == "trained").collect();
+        let of_rows: Vec<u64> = trained.iter().map(|row| row["step"].as_u64().unwrap()).collect();
+        assert_eq!(of_rows, Vec::from_iter(steps.keys().copied()), "record {record}: {lineage}");
+        for (row, workers) in trained.iter().zip(steps.values()) {
+            let listed = row["workers"].as_array().unwrap();
+            let listed: BTreeSet<u64> = listed.iter().map(|id| id.as_u64().unwrap()).collect();
+            // One that was killed before the commit has noted nothing.
+            assert!(workers.is_subset(&listed), "record {record}, {workers:?}: {row}");
+        }
+        let rest = rows.len() - trained.len();
+        assert_eq!(rest, 2 - steps.len());
+    }
+    let first = lineage(&job_dir, "part-000.bin:7");
+    assert_eq!(first["record"], 7);
+}
