@@ -21,8 +21,8 @@ pub(crate) struct Exporters {
 
 impl Exporters {
     /// Starts those that are configured: events of `job` in a folder, and a run with `parameters`
-    /// at the tracking server that the environment names. Also returns whether that server takes
-    /// the metrics: an error, or none. A job runs without one.
+    /// at the tracking server that the variables of the environment name. Also returns whether that
+    /// server takes the metrics: an error, or none. A job runs without one.
     ///
     /// # Errors
     /// The folder can't be written to.
@@ -30,6 +30,7 @@ impl Exporters {
         job: &str,
         folder: Option<&Path>,
         parameters: Vec<(String, String)>,
+        variable: impl Fn(&str) -> Option<String>,
         published: &watch::Receiver<Option<Snapshot>>,
     ) -> Result<(Self, mpsc::Receiver<Option<String>>), Failure> {
         let create = |folder: &Path| {
@@ -42,7 +43,7 @@ impl Exporters {
         let events = events
             .map(|file| tokio::spawn(dispensable(tensorboard::follow(file, published.clone()))));
         let (news, tracked) = mpsc::channel(NEWS_MAX);
-        let tracking = Tracking::read(|name| std::env::var(name).ok()).unwrap_or_else(|error| {
+        let tracking = Tracking::read(variable).unwrap_or_else(|error| {
             warn!(%error, "the job is not tracked");
             let _ = news.try_send(Some(error.to_string()));
             None

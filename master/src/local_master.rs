@@ -43,6 +43,8 @@ pub struct LocalMaster {
     abandoned: Option<Box<AbandonedJob>>,
     /// Held until the record is written.
     turn: Option<Turn>,
+    /// Whether commands don't find it by its name, and no server tracks it.
+    is_apart: bool,
 }
 
 /// The end of a local job.
@@ -66,7 +68,7 @@ impl LocalMaster {
     /// The master of a new job, and the turn in which it was checked against others.
     #[must_use]
     pub fn new(spec: JobSpec, start: JobStart, turn: Option<Turn>) -> Self {
-        Self { spec, start, abandoned: None, turn }
+        Self { spec, start, abandoned: None, turn, is_apart: false }
     }
 
     /// The next master of a job whose master has died.
@@ -77,7 +79,15 @@ impl LocalMaster {
             start: abandoned.start.clone(),
             abandoned: Some(Box::new(abandoned)),
             turn: None,
+            is_apart: false,
         }
+    }
+
+    /// The same, for a job that is of no interest once this process has ended: commands don't find
+    /// it by its name, and no server tracks it.
+    #[must_use]
+    pub fn apart(self) -> Self {
+        Self { is_apart: true, ..self }
     }
 
     /// Leads the job in `dir` to its end. Once it listens, shows the job in what `progress` gives,
@@ -109,8 +119,10 @@ impl LocalMaster {
         }
         let spec = self.spec.clone();
         let events = self.start.tensorboard_dir.as_deref().map(Path::new);
+        let is_tracked = !self.is_apart;
+        let variable = |name: &str| std::env::var(name).ok().filter(|_| is_tracked);
         let (exporters, tracked) =
-            Exporters::start(&spec.name, events, self.parameters(), &published)?;
+            Exporters::start(&spec.name, events, self.parameters(), variable, &published)?;
         if let Some(listener) = metrics {
             // The task ends with the runtime.
             tokio::spawn(metrics::serve(listener, Some(published.clone()), Arc::new(|| true)));
@@ -216,7 +228,8 @@ impl LocalMaster {
         if !self.is_new() {
             return Vec::new();
         }
-        let unnamed = jobdir::register(&self.spec.name, dir.path()).err();
+        let register = || jobdir::register(&self.spec.name, dir.path()).err();
+        let unnamed = if self.is_apart { None } else { register() };
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let workers = self.spec.num_workers as usize;
         let crowded = (workers > cores.saturating_mul(CROWD)).then(|| {
@@ -258,7 +271,7 @@ impl LocalMaster {
         progress: Progress,
         tracked: mpsc::Receiver<Option<String>>,
     ) -> Result<Master, Failure> {
-        let Self { spec, mut start, abandoned, turn } = self;
+        let Self { spec, mut start, abandoned, turn, is_apart: _ } = self;
         let is_new = abandoned.is_none();
         if is_new {
             start.copy = ProgramCopy::make(Path::new(&start.program), dir.program_path());

@@ -1,9 +1,9 @@
 //! Reads records ahead of need, in a thread of its own.
 //!
 //! Ranges are positions in the epoch's [order](elasticdl_proto::Order). The trainer announces those
-//! that it expects to use, in that order ([`Prefetch::replace`]). The reader thread reads them, a limited
-//! number of records ahead, and [`Prefetch::take`] returns them. A range that is taken out of order
-//! is read at once.
+//! that it expects to use, in that order ([`Prefetch::replace`]). The reader thread reads them, a
+//! limited number of records ahead, and [`Prefetch::take`] returns them. A range that is taken out
+//! of order is read at once.
 //!
 //! While storage does not answer, the reader thread waits for it. The trainer gets the records that
 //! have been read and learns that the rest is missing, so that it can continue with the group. The

@@ -124,6 +124,7 @@ impl Leader<'_> {
             &args.job_name,
             task.tensorboard_dir.as_deref(),
             options,
+            |name| std::env::var(name).ok(),
             &http.published,
         )?;
         let pod_factory = PodFactory {

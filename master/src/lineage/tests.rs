@@ -147,7 +147,7 @@ fn what_is_not_known_is_said_and_not_guessed() {
 
     let mut per_worker = facts();
     per_worker.spec.batch = Batch::PerWorker(NonZeroU64::new(10).unwrap());
-    assert_eq!(per_worker.lineage(&number(0)).unwrap().epochs[0].step.is_some(), true);
+    assert!(per_worker.lineage(&number(0)).unwrap().epochs[0].step.is_some());
     per_worker.progress.memberships.push(change(2, 3, &[1], &[3]));
     let lineage = per_worker.lineage(&number(0)).unwrap();
     assert_eq!((lineage.epochs[0].step, lineage.epochs[0].state), (None, StepState::Trained));

@@ -1,5 +1,6 @@
 //! `elasticdl lineage` names the steps in which the workers of a job have trained a record, under
-//! kills and after an end within an epoch.
+//! kills and after an end within an epoch; `train --replay-step` gives the loss that a job has
+//! recorded, bit for bit with `--deterministic`, and leaves the job as it was.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -7,7 +8,7 @@ use std::path::Path;
 use std::process::Command;
 
 use elasticdl_proto::WorkerId;
-use elasticdl_tests::{JobFixture, send};
+use elasticdl_tests::{JobFixture, Programs, send};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -87,4 +88,58 @@ fn the_steps_of_a_record_are_those_in_which_workers_have_seen_it() {
     }
     let first = lineage(&job_dir, "part-000.bin:7");
     assert_eq!(first["record"], 7);
+}
+
+/// The files of a job, with their contents.
+fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let mut files = BTreeMap::new();
+    for entry in fs::read_dir(folder).unwrap().map(Result::unwrap) {
+        let path = entry.path();
+        match entry.file_type().unwrap().is_dir() {
+            true => files.extend(self::files(&path)),
+            false => drop(files.insert(path.display().to_string(), fs::read(&path).unwrap())),
+        }
+    }
+    files
+}
+
+#[test]
+fn a_step_that_is_made_once_more_has_the_loss_that_the_job_has_recorded() {
+    let programs = Programs { counting: env!("CARGO_BIN_EXE_determinism"), ..PROGRAMS };
+    let fixture =
+        JobFixture { records: 1000, micros_per_record: 0, ..JobFixture::new(programs, 3) };
+    let command = || {
+        let command = fixture.command(5).flag("deterministic").option("max-steps", "30");
+        command.option("checkpoint-every", "8").option("log-format", "json")
+    };
+    let job_dir = fixture.path("job");
+    let ended = command().run();
+    ended.assert_outcome(0, "completed");
+    let losses = ended.summary().loss;
+    assert_ne!(losses.first, losses.last);
+    let before = files(&job_dir);
+    let replayed = |step: u64| -> Value {
+        let ended = command().option("replay-step", step.to_string()).run();
+        assert_eq!(ended.code, Some(0), "{}", ended.output);
+        let found = ended.output.lines().find(|line| line.contains("\"loss_recorded\""));
+        let found = serde_json::from_str(found.unwrap_or_else(|| panic!("{}", ended.output)));
+        assert!(before == files(&job_dir), "a file of the job has changed");
+        found.unwrap()
+    };
+    // Of the checkpoints, those of steps 24 and 30 are kept.
+    for (step, recorded, from) in
+        [(30, losses.last, Some(24)), (1, losses.first, None), (27, None, Some(24))]
+    {
+        let made = replayed(step);
+        assert_eq!(made["loss_recorded"].as_f64(), recorded, "{made}");
+        assert_eq!(made["is_equal"].as_bool(), recorded.map(|_| true), "{made}");
+        let name = made["checkpoint"].as_str();
+        let from_step = name.map(|name| name.split('-').nth(1).unwrap().parse::<u64>().unwrap());
+        assert_eq!(from_step, from, "{made}");
+        let records = made["records"].as_array().unwrap();
+        assert_eq!(records.len(), 48, "{made}");
+        let row = &lineage(&job_dir, &records[5].to_string())["epochs"]
+            [made["epoch"].as_u64().unwrap() as usize];
+        assert_eq!((&row["step"], &row["step_positions"]), (&step.into(), &made["positions"]));
+    }
 }

@@ -28,6 +28,7 @@ pub(crate) use resilience::ResilienceOptions;
 pub(crate) use training::TrainingOptions;
 pub(crate) use validation::{ValidationOptions, sources};
 pub(crate) use values::{
-    JOB_NAME_LEN_MAX, parse_interval, parse_job_name, parse_timeout, parse_uri, parse_workers,
+    JOB_NAME_LEN_MAX, parse_interval, parse_job_name, parse_steps, parse_timeout, parse_uri,
+    parse_workers,
 };
 pub(crate) use workers::WorkerOptions;

@@ -7,12 +7,14 @@ mod dry_run;
 mod local_job;
 mod local_master;
 mod outputs;
+mod replay;
 mod request;
 
 use std::path::Path;
 
 pub(super) use declared::declare;
 pub(super) use local_job::find_program;
+pub(super) use replay::replay;
 pub(super) use request::{StartRequest, WorkOptions};
 
 use crate::args::{JobOptions, OutputOptions};

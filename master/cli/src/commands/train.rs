@@ -8,7 +8,7 @@ use clap::{Arg, Args};
 use super::start::{self, StartRequest, WorkOptions};
 use crate::args::{
     ClusterOptions, JobOptions, OutputOptions, TrainingOptions, TuningOptions, WorkerOptions,
-    usual_in_short_help,
+    parse_steps, usual_in_short_help,
 };
 use crate::process::Failure;
 
@@ -43,6 +43,19 @@ pub(crate) struct TrainArgs {
     #[arg(long, value_name = "JOB", help_heading = "Job")]
     pub(crate) resume: Option<PathBuf>,
 
+    /// Make step N of a job once more, by one process of this machine, and print its records and
+    /// its mean loss.
+    ///
+    /// The other options and PROGRAM are those of the job, which --job-name or --job-dir names. The
+    /// process trains from the newest checkpoint before the step: one in --checkpoint-dir, by
+    /// default in the job's directory, or in --resume-from; without one, from the beginning.
+    /// Nothing of the job is changed, exported or tracked. If the job has recorded the step's loss,
+    /// as it does of its first step and its last one, both are compared: with --deterministic they
+    /// are equal, bit for bit, and the exit code is 1 if not. Needs --global-batch-size.
+    #[arg(long, value_name = "N", help_heading = "Job", value_parser = parse_steps,
+          conflicts_with_all = ["detach", "dry_run", "image", "minibatch_size"])]
+    pub(crate) replay_step: Option<u64>,
+
     #[command(flatten)]
     pub(crate) training: TrainingOptions,
 
@@ -61,16 +74,16 @@ pub(crate) struct TrainArgs {
 
 /// Starts or resumes a training job. Returns the exit code.
 pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
-    match &args.resume {
-        Some(job) => start::resume(job, &args.job, &args.output),
-        None => start::start(args.into()),
+    match (&args.resume, args.replay_step) {
+        (Some(job), _) => start::resume(job, &args.job, &args.output),
+        (None, Some(step)) => start::replay(args.into(), step),
+        (None, None) => start::start(args.into()),
     }
 }
 
 impl From<TrainArgs> for StartRequest {
     fn from(args: TrainArgs) -> Self {
-        let TrainArgs { program, job, resume: _, training, workers, output, cluster, tuning } =
-            args;
+        let TrainArgs { program, job, training, workers, output, cluster, tuning, .. } = args;
         let work = WorkOptions::Training(Box::new(training), tuning);
         Self { program, job, work, workers, output, cluster }
     }

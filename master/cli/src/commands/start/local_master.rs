@@ -84,19 +84,8 @@ fn run(
     console: Console,
     has_run: &mut bool,
 ) -> Result<u8, Failure> {
-    log_to_file(dir)?;
-    end_process_on_panic();
-    raise_open_files();
-    let runtime = new_runtime()?;
-    let shows_link = console.progress() == Some(LogFormat::Text) && stderr().is_terminal();
-    // Signals are handled on this thread: one that waits for a disk that hangs handles none.
-    let run = || runtime.block_on(job.run(dir, || progress(dir, console), shows_link));
-    let led = thread::scope(|scope| scope.spawn(run).join());
-    let LocalEnd { result: ended, stop, standstill } =
-        led.unwrap_or_else(|panicked| resume_unwind(panicked))?;
+    let LocalEnd { result: ended, stop, standstill } = lead(job, dir, console)?;
     *has_run = true;
-    // Drops what background tasks hold, before the report is written.
-    drop(runtime);
     let is_replaced = dir.owner().is_replaced();
     if is_replaced {
         let dir = dir.path().display();
@@ -169,8 +158,21 @@ fn run(
     })
 }
 
+/// Leads the job in `dir` to its end, and shows it. What background tasks hold is dropped then.
+pub(super) fn lead(job: LocalMaster, dir: &JobDir, console: Console) -> Result<LocalEnd, Failure> {
+    log_to_file(dir)?;
+    end_process_on_panic();
+    raise_open_files();
+    let runtime = new_runtime()?;
+    let shows_link = console.progress() == Some(LogFormat::Text) && stderr().is_terminal();
+    // Signals are handled on this thread: one that waits for a disk that hangs handles none.
+    let run = || runtime.block_on(job.run(dir, || progress(dir, console), shows_link));
+    let led = thread::scope(|scope| scope.spawn(run).join());
+    led.unwrap_or_else(|panicked| resume_unwind(panicked))
+}
+
 /// The master of a new job.
-fn master_of(job: LocalJob, turn: Option<Turn>) -> Result<LocalMaster, Failure> {
+pub(super) fn master_of(job: LocalJob, turn: Option<Turn>) -> Result<LocalMaster, Failure> {
     let folder = std::env::current_dir().map_err(cannot("learn the current directory"))?;
     let start = JobStart {
         program: job.program.into(),
