@@ -119,12 +119,16 @@ impl World {
         }
         replaced.iter().for_each(|replaced| self.note_replaced(p, replaced));
         let is_round = commit.is_some_and(|commit| commit.is_round);
-        self.see_rows(p, rows, repaired.is_some(), is_round);
+        // Links may have broken just after the commit, while parameters were gathered.
+        let committed_by = commit.filter(|_| is_round).and_then(|commit| commit.generation);
+        let repaired_in = group.filter(|_| repaired.is_some()).map(|(generation, _)| generation);
+        let by = committed_by.or(repaired_in);
+        self.see_rows(p, rows, repaired.is_some(), (is_round, by));
         let is_foreseen = commit.is_some_and(|commit| commit.is_round && commit.is_foreseen);
         self.oracle.coverage.foreseen += u64::from(is_foreseen);
         self.oracle.coverage.not_gathered += u64::from(is_not_gathered);
         if let Some((step, placement)) = chunks {
-            self.see_chunks(p, (step, &placement), repaired.is_some() || is_round);
+            self.see_chunks(p, (step, &placement), by);
         }
         match commit {
             None => {}
@@ -164,8 +168,15 @@ impl World {
         self.busy(thread, Doing::Busy, span);
     }
 
-    /// `p` has committed a step, in a round or not, or its group has agreed on a state.
-    fn see_rows(&mut self, p: usize, rows: Option<SeenRows>, is_repaired: bool, is_round: bool) {
+    /// `p` has committed a step, in a round or not, or its group has agreed on a state. `by`: the
+    /// generation that has, unless it was a part of a repair.
+    fn see_rows(
+        &mut self,
+        p: usize,
+        rows: Option<SeenRows>,
+        is_repaired: bool,
+        (is_round, by): (bool, Option<Generation>),
+    ) {
         let Some(rows) = rows else {
             if is_repaired && self.setting.tables.is_some() {
                 self.violate(format!("{} is repaired, and has no part in the rows", self.name(p)));
@@ -176,18 +187,22 @@ impl World {
         let group = self.processes[p].trainer.seen.group;
         self.oracle.coverage.row_commits += u64::from(is_round);
         self.check_rows(p, group.map(|(generation, _)| generation), &rows);
-        if let Some((generation, _)) = group.filter(|_| is_round || is_repaired) {
+        if let Some(generation) = by {
             self.note_whole((generation.0, rows.step), &rows.placement);
         }
     }
 
-    /// `p` has committed a step, or its group has agreed on a state: who holds which chunks.
-    /// `is_of_group`: not as a part of a repair.
-    fn see_chunks(&mut self, p: usize, (step, placement): (u64, &Placement), is_of_group: bool) {
+    /// `p` has committed a step, or its group has agreed on a state: who holds which chunks. `by`:
+    /// as above.
+    fn see_chunks(
+        &mut self,
+        p: usize,
+        (step, placement): (u64, &Placement),
+        by: Option<Generation>,
+    ) {
         self.processes[p].trainer.has_rows = true;
         self.oracle.coverage.chunk_commits += 1;
-        let group = self.processes[p].trainer.seen.group;
-        if let Some((generation, _)) = group.filter(|_| is_of_group) {
+        if let Some(generation) = by {
             self.check_placement(p, (generation.0, step), placement);
             self.note_whole((generation.0, step), placement);
         }

@@ -88,6 +88,7 @@ mod tests {
             "on-nonfinite",
             "on-rows-lost",
             "param-dtype",
+            "replay-step",
             "restart-without-checkpoint",
             "resume",
             "resume-from",
