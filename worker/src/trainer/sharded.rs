@@ -54,8 +54,10 @@ pub(crate) struct ShardedOptimizer {
     counted: Option<u64>,
     /// What the group has given up because chunks are lost, until it has a state again.
     lost: Option<LostRows>,
-    /// Parameters of a bucket, while they are exchanged.
+    /// Parameters of a bucket, while they are received.
     scratch: Vec<f32>,
+    /// What is sent to each rank of a bucket's parameters.
+    outgoing: Vec<Vec<u8>>,
 }
 
 impl ShardedOptimizer {
@@ -73,6 +75,7 @@ impl ShardedOptimizer {
             counted: None,
             lost: None,
             scratch: Vec::new(),
+            outgoing: Vec::new(),
         }
     }
 
@@ -199,17 +202,17 @@ impl ShardedOptimizer {
         if self.is_gathered {
             return Ok(());
         }
-        let Self { chunks, scratch, is_gathered, .. } = self;
+        let Self { chunks, scratch, outgoing, is_gathered, .. } = self;
         let (layout, world, me) = (chunks.layout(), group.world_size(), group.rank());
         scratch.resize(GATHERED_LEN_MAX.max(layout.chunk_len).min(layout.parameters), 0.0);
         let scratch: &mut [R::Parameter] = bytemuck::cast_slice_mut(scratch);
         let per_bucket = (scratch.len() / layout.chunk_len).max(1) as u32;
-        let (mut first, mut own) = (0, Vec::new());
-        let mut for_ranks: Vec<Vec<R::Parameter>> = vec![Vec::new(); world];
+        outgoing.resize(world, Vec::new());
+        let mut first = 0;
         while first < layout.chunks() && (world > 1 || !R::IS_OF_UPDATE) {
             let bucket = first..(first + per_bucket).min(layout.chunks());
             let mut of_ranks: Vec<Vec<Range<usize>>> = vec![Vec::new(); world];
-            for_ranks.iter_mut().for_each(Vec::clear);
+            outgoing.iter_mut().for_each(Vec::clear);
             let mut are_here = true;
             for chunk in bucket.clone() {
                 let mut having = chunks.holders(chunk);
@@ -221,16 +224,16 @@ impl ShardedOptimizer {
                     continue;
                 }
                 let slots = chunks.slots_of(chunk).expect("a holder of the chunk has its slots");
-                own.clear();
-                replica.give(range, slots, &mut own)?;
-                let lack = |rank: &usize| owner == me && !having.contains(rank);
-                (0..world).filter(lack).for_each(|rank| for_ranks[rank].extend_from_slice(&own));
+                let lacks = |rank: usize| owner == me && !having.contains(&rank);
+                let lacking = outgoing.iter_mut().enumerate().filter(|(rank, _)| lacks(*rank));
+                let mut lacking = lacking.map(|(_, outgoing)| outgoing);
+                replica.give(range, slots, &mut lacking)?;
             }
             first = bucket.end;
             if are_here {
                 continue;
             }
-            let send: Vec<&[u8]> = for_ranks.iter().map(|p| bytemuck::cast_slice(p)).collect();
+            let send: Vec<&[u8]> = outgoing.iter().map(Vec::as_slice).collect();
             let mut receive =
                 parts(scratch, of_ranks.iter().map(|r| r.iter().map(Range::len).sum()));
             group.exchange_into(&send, &mut receive)?;
@@ -326,12 +329,12 @@ trait Replica {
     /// Whether the update of a chunk has changed its parameters here.
     const IS_OF_UPDATE: bool;
 
-    /// Appends the parameters of a chunk that this rank holds, with these slots.
+    /// Appends the parameters of a chunk that this rank holds, with these slots, to each of these.
     fn give(
         &mut self,
         range: Range<usize>,
         slots: &[f32],
-        to: &mut Vec<Self::Parameter>,
+        to: &mut dyn Iterator<Item = &mut Vec<u8>>,
     ) -> Result<(), Failure>;
 
     /// Takes in the parameters of a chunk that another rank owns.
@@ -345,8 +348,13 @@ impl Replica for Floats<'_> {
     type Parameter = f32;
     const IS_OF_UPDATE: bool = true;
 
-    fn give(&mut self, range: Range<usize>, _: &[f32], to: &mut Vec<f32>) -> Result<(), Failure> {
-        to.extend_from_slice(&self.0[range]);
+    fn give(
+        &mut self,
+        range: Range<usize>,
+        _: &[f32],
+        to: &mut dyn Iterator<Item = &mut Vec<u8>>,
+    ) -> Result<(), Failure> {
+        to.for_each(|to| to.extend_from_slice(bytemuck::cast_slice(&self.0[range.clone()])));
         Ok(())
     }
 
@@ -371,12 +379,12 @@ impl Replica for Rounded<'_> {
         &mut self,
         range: Range<usize>,
         slots: &[f32],
-        to: &mut Vec<u16>,
+        to: &mut dyn Iterator<Item = &mut Vec<u8>>,
     ) -> Result<(), Failure> {
         let mut parameters = mem::take(&mut self.parameters);
         parameters.resize(range.len(), bf16::ZERO);
         parameters.convert_from_f32_slice(&slots[..range.len()]);
-        to.extend_from_slice(bytemuck::cast_slice(&parameters));
+        to.for_each(|to| to.extend_from_slice(bytemuck::cast_slice(&parameters)));
         self.take(range, bytemuck::cast_slice(&parameters))?;
         self.parameters = parameters;
         Ok(())

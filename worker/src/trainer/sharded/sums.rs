@@ -39,6 +39,9 @@ pub(super) struct StepSums {
     bucket: Vec<f32>,
     /// What others give to the sums of this rank.
     given: Vec<f32>,
+    /// The sums of the chunks that this rank owns, and what it sends of them to each rank.
+    own: Vec<f32>,
+    outgoing: Vec<Vec<f32>>,
 }
 
 impl BucketSums for StepSums {
@@ -87,6 +90,8 @@ impl StepSums {
             squares: clips.then(|| vec![0.0; layout.chunks() as usize]),
             bucket: Vec::new(),
             given: Vec::new(),
+            own: Vec::new(),
+            outgoing: Vec::new(),
         }
     }
 
@@ -147,15 +152,17 @@ impl StepSums {
             src.push(of_owner);
             rest = others;
         }
-        let mut sums = vec![0.0; len(&of_owners[me])];
+        let (mut sums, mut outgoing) = (mem::take(&mut self.own), mem::take(&mut self.outgoing));
+        sums.resize(len(&of_owners[me]), 0.0);
         ring.reduce_scatter(&src, &mut sums, &mut given)?;
-        let mut for_ranks = vec![Vec::new(); world];
+        outgoing.resize(world, Vec::new());
+        outgoing.iter_mut().for_each(Vec::clear);
         let mut rest = &sums[..];
         for &chunk in &of_owners[me] {
             let (sum, others) = rest.split_at(layout.range(chunk).len());
             rest = others;
             for &rank in self.receivers[chunk as usize].iter().filter(|&&rank| rank != me) {
-                for_ranks[rank].extend_from_slice(sum);
+                outgoing[rank].extend_from_slice(sum);
             }
             self.keep(chunk, sum);
         }
@@ -163,7 +170,7 @@ impl StepSums {
         for chunks in &mut of_owners {
             chunks.retain(|&chunk| self.receivers[chunk as usize].contains(&me));
         }
-        let send: Vec<&[u8]> = for_ranks.iter().map(|sums| bytemuck::cast_slice(sums)).collect();
+        let send: Vec<&[u8]> = outgoing.iter().map(|sums| bytemuck::cast_slice(sums)).collect();
         given.resize(of_owners.iter().map(|chunks| len(chunks)).sum(), 0.0);
         let mut receive = parts(&mut given, of_owners.iter().map(|chunks| len(chunks)));
         ring.exchange_into(&send, &mut receive)?;
@@ -173,7 +180,7 @@ impl StepSums {
             rest = others;
             self.keep(chunk, sum);
         }
-        (self.bucket, self.given) = (bucket, given);
+        (self.bucket, self.given, self.own, self.outgoing) = (bucket, given, sums, outgoing);
         ring.all_gather(header)
     }
 
