@@ -2,7 +2,9 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::error::Error;
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::rc::Rc;
 
 use clap::Parser;
@@ -11,7 +13,26 @@ use elasticdl::{
     UserError,
 };
 use elasticdl_tests::churn::{Commit, EventWriter, LogEntry, hang_file};
-use elasticdl_tests::counts_summary;
+use elasticdl_tests::{counts_summary, print};
+
+/// The `elasticdl` command, if its arguments are of that; the job's worker, if a master has started
+/// it; otherwise the benchmark.
+pub(crate) fn run_as(benchmark: impl FnOnce() -> Result<(), Box<dyn Error>>) -> ExitCode {
+    let word = std::env::args().nth(1);
+    if word.is_some_and(|word| ["train", "status", "scale"].contains(&word.as_str())) {
+        return elasticdl_cli::main();
+    }
+    let done = match std::env::var_os("ELASTICDL_MASTER") {
+        Some(_) => Counting::new(&Arguments::parse())
+            .map(elasticdl::run)
+            .map_err(|error| format!("no event log: {error}").into()),
+        None => benchmark().map(|()| ExitCode::SUCCESS),
+    };
+    done.unwrap_or_else(|error| {
+        print(&format!("error: {error}"));
+        ExitCode::FAILURE
+    })
+}
 
 /// Arguments of a worker of the benchmark's jobs.
 #[derive(Debug, Parser)]

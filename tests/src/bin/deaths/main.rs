@@ -51,20 +51,7 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    let word = std::env::args().nth(1);
-    if word.is_some_and(|word| ["train", "status", "scale"].contains(&word.as_str())) {
-        return elasticdl_cli::main();
-    }
-    let done = match std::env::var_os("ELASTICDL_MASTER") {
-        Some(_) => model::Counting::new(&model::Arguments::parse())
-            .map(elasticdl::run)
-            .map_err(|error| format!("no event log: {error}").into()),
-        None => measure(&Arguments::parse()).map(|()| ExitCode::SUCCESS),
-    };
-    done.unwrap_or_else(|error| {
-        print(&format!("error: {error}"));
-        ExitCode::FAILURE
-    })
+    model::run_as(|| measure(&Arguments::parse()))
 }
 
 fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
