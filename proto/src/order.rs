@@ -188,7 +188,7 @@ impl Order {
         }
     }
 
-    /// The records at these positions as few ranges, in ascending order: at most [`RANGES_MAX`].
+    /// The records at these positions as few ranges, in ascending order: at most 256.
     #[must_use]
     pub fn ranges(&self, positions: &[RecordRange]) -> Vec<RecordRange> {
         let mut ranges: Vec<RecordRange> = Vec::new();
