@@ -10,10 +10,6 @@ pub struct Browser(PathBuf);
 
 impl Browser {
     /// The machine's Chromium.
-    ///
-    /// # Panics
-    /// There is none.
-    #[must_use]
     pub fn find() -> Self {
         let folders = std::env::var_os("PATH").unwrap_or_default();
         let paths = std::env::split_paths(&folders)
@@ -26,18 +22,11 @@ impl Browser {
     }
 
     /// The document at `url` as its scripts have made it.
-    ///
-    /// # Panics
-    /// The browser can't be started, or does not end.
-    #[must_use]
     pub fn dump(&self, url: &str) -> String {
         self.run(&["--dump-dom", url])
     }
 
     /// Writes a picture of the document at `url` to `png`.
-    ///
-    /// # Panics
-    /// As for [`Browser::dump`].
     pub fn screenshot(&self, url: &str, (width, height): (u32, u32), png: &std::path::Path) {
         let png = format!("--screenshot={}", png.display());
         self.run(&[&png, &format!("--window-size={width},{height}"), url]);

@@ -15,10 +15,6 @@ pub struct ChildOutput {
 
 impl ChildOutput {
     /// Starts the command.
-    ///
-    /// # Panics
-    /// It can't be started.
-    #[must_use]
     pub fn start(mut command: Command) -> Self {
         // A file never fills up as a pipe does, and has an end although a process that was left
         // behind still holds it.
@@ -29,16 +25,11 @@ impl ChildOutput {
     }
 
     /// Process id of the command.
-    #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
     /// What the command has printed so far.
-    ///
-    /// # Panics
-    /// The temporary file can't be read.
-    #[must_use]
     pub fn text(&self) -> String {
         let len = self.output.metadata().expect("an open file has metadata").len();
         let mut bytes = vec![0; usize::try_from(len).expect("a short file")];
@@ -48,33 +39,22 @@ impl ChildOutput {
     }
 
     /// Whether the command is running.
-    ///
-    /// # Panics
-    /// The state of the process can't be read.
     pub fn is_running(&mut self) -> bool {
         self.child.try_wait().expect("a child can be asked for").is_none()
     }
 
     /// Kills the command.
-    ///
-    /// # Panics
-    /// It can't be waited for.
     pub fn kill(&mut self) {
         self.child.kill().expect("a child can be killed");
         self.child.wait().expect("a child can be waited for");
     }
 
     /// As [`wait_within`](Self::wait_within), four minutes.
-    #[must_use]
     pub fn wait(self) -> (Option<i32>, String) {
         self.wait_within(Duration::from_secs(240))
     }
 
     /// Waits for the command's end, and returns its exit code and its output.
-    ///
-    /// # Panics
-    /// It does not end within `limit`.
-    #[must_use]
     pub fn wait_within(mut self, limit: Duration) -> (Option<i32>, String) {
         assert!(self.ends_within(limit), "the command does not end: {}", self.text());
         let status = self.child.wait().expect("a child can be waited for");
@@ -82,9 +62,6 @@ impl ChildOutput {
     }
 
     /// Waits until the command has ended; `false` if it has not within `limit`.
-    ///
-    /// # Panics
-    /// The state of the process can't be read.
     pub fn ends_within(&mut self, limit: Duration) -> bool {
         let deadline = Instant::now() + limit;
         while self.is_running() {

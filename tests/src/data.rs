@@ -11,9 +11,6 @@ use rustix::io::Errno;
 use safetensors::SafeTensors;
 
 /// Writes `records` records over `files` files into `folder`: record `i` holds the number `i`.
-///
-/// # Errors
-/// A file can't be written.
 pub fn counting_data(folder: &Path, records: u64, files: u64) -> std::io::Result<()> {
     std::fs::create_dir_all(folder)?;
     for file in 0..files {
@@ -25,7 +22,6 @@ pub fn counting_data(folder: &Path, records: u64, files: u64) -> std::io::Result
 }
 
 /// Reads the records of [`counting_data`].
-#[must_use]
 pub fn counting_reader() -> FixedRecords {
     FixedRecords::new(size_of::<u64>())
 }
@@ -33,9 +29,6 @@ pub fn counting_reader() -> FixedRecords {
 /// The record. If there is a file that the variable `REFUSED` names, waits a while for its removal
 /// and then fails, as if storage refused access: for all workers, or for the launch that the file
 /// contains.
-///
-/// # Errors
-/// The file is still there.
 pub fn unless_refused(record: Vec<u8>) -> Result<Vec<u8>, DataError> {
     let Some(file) = std::env::var_os("REFUSED") else { return Ok(record) };
     let launch = std::env::var("ELASTICDL_LAUNCH").unwrap_or_default();
@@ -57,9 +50,6 @@ pub fn unless_refused(record: Vec<u8>) -> Result<Vec<u8>, DataError> {
 }
 
 /// The numbers that these records hold.
-///
-/// # Errors
-/// A record has another length.
 pub fn numbers(records: Vec<Vec<u8>>) -> Result<Vec<u64>, UserError> {
     records.into_iter().map(|bytes| Ok(u64::from_le_bytes(bytes.as_slice().try_into()?))).collect()
 }
@@ -93,10 +83,6 @@ macro_rules! read_counting_data {
 
 /// The parameters that a job of the counting model has exported to a file: the count of each
 /// record.
-///
-/// # Panics
-/// The file holds something else.
-#[must_use]
 pub fn exported_counts(path: &Path) -> Vec<f32> {
     let bytes = std::fs::read(path).expect("a model was exported");
     let file = SafeTensors::deserialize(&bytes).expect("an exported model is a safetensors file");
@@ -108,7 +94,6 @@ pub fn exported_counts(path: &Path) -> Vec<f32> {
 
 /// The summary line of a model whose parameters count records: the lowest and the highest count,
 /// and their sum.
-#[must_use]
 pub fn counts_summary(counts: &[f32]) -> String {
     let least = counts.iter().copied().fold(f32::INFINITY, f32::min);
     let most = counts.iter().copied().fold(f32::NEG_INFINITY, f32::max);

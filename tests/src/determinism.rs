@@ -67,10 +67,6 @@ impl DeterminismCase {
     /// Throughput of a job of two workers whose model has this many parameters and computes next
     /// to nothing. `rate`: the workers are on hosts that send at this rate; otherwise they share
     /// memory.
-    ///
-    /// # Panics
-    /// The job fails, or this machine can't make the hosts.
-    #[must_use]
     pub fn throughput(
         programs: Programs,
         is_deterministic: bool,
@@ -97,29 +93,17 @@ impl DeterminismCase {
     }
 
     /// Runs the case.
-    ///
-    /// # Panics
-    /// The job fails, nothing has happened to it, or this machine can't make its hosts.
-    #[must_use]
     pub fn run(&self, programs: Programs, is_deterministic: bool) -> Ended {
         self.run_setup(&Setup::new(programs, is_deterministic))
     }
 
     /// As [`run`](Self::run) with `--deterministic`, and the optimizer's state divided over the
     /// workers.
-    ///
-    /// # Panics
-    /// As above.
-    #[must_use]
     pub fn run_sharded(&self, programs: Programs) -> Ended {
         self.run_setup(&Setup { shards_optimizer: true, ..Setup::new(programs, true) })
     }
 
     /// As [`run_sharded`](Self::run_sharded), with parameters in bf16.
-    ///
-    /// # Panics
-    /// As above.
-    #[must_use]
     pub fn run_half(&self, programs: Programs) -> Ended {
         let setup = Setup::new(programs, true);
         self.run_setup(&Setup { shards_optimizer: true, has_half: true, ..setup })
@@ -127,10 +111,6 @@ impl DeterminismCase {
 
     /// Runs the case with `--deterministic`, and a model that has tables, whose steps read rows as
     /// of so many commits before the last one.
-    ///
-    /// # Panics
-    /// As above; or a touch of a row is missing or repeated.
-    #[must_use]
     pub fn run_with_tables(&self, programs: Programs, lag: u8) -> Ended {
         let table_lag = Some(lag);
         let ended = self.run_setup(&Setup { table_lag, ..Setup::new(programs, true) });

@@ -16,10 +16,6 @@ pub struct ExportedRow {
 }
 
 /// Rows of a table by id, from the model at `path`. Every part is in its folder, and nothing else.
-///
-/// # Panics
-/// They are not.
-#[must_use]
 pub fn exported_rows(path: &Path, table: &str) -> BTreeMap<u64, ExportedRow> {
     let note = note(path);
     let parts = note["parts"].as_array().expect("there are parts");
@@ -54,10 +50,6 @@ pub fn exported_rows(path: &Path, table: &str) -> BTreeMap<u64, ExportedRow> {
 }
 
 /// Touches of the first table of the model at `path` that no exported row has.
-///
-/// # Panics
-/// The model has no tables.
-#[must_use]
 pub fn touches_without_row(path: &Path) -> u64 {
     note(path)["touches_without_row"][0].as_u64().expect("there is a table")
 }

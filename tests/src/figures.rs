@@ -45,11 +45,7 @@ pub fn spread(values: &mut [f64]) -> Value {
 }
 
 /// Measures the parts that are asked for, prints the object of all their keys, and writes it to a
-/// file.
-///
-/// # Errors
-/// A part can't be measured or does not exist, for which `measure` returns `None`; or the file
-/// can't be written.
+/// file. `measure` returns `None` for a part that does not exist.
 pub fn measure_parts(
     parts: &[String],
     json: Option<&Path>,
@@ -71,9 +67,6 @@ pub fn measure_parts(
 }
 
 /// Builds a program of the workspace in this profile, and returns its path.
-///
-/// # Errors
-/// It can't be built.
 pub fn built(package: &str, name: &str) -> Result<PathBuf, Box<dyn Error>> {
     let this = std::env::current_exe()?;
     let folder = this.parent().ok_or("this program is in no folder")?;
@@ -94,7 +87,6 @@ pub fn built(package: &str, name: &str) -> Result<PathBuf, Box<dyn Error>> {
 
 /// Area under the curve of true by false positives: the probability that a click has a higher score
 /// than another record, where equal scores count half. Mann, Whitney, Ann. Math. Stat. 18 (1947).
-#[must_use]
 pub fn auc(scores: &mut [(f32, bool)]) -> f64 {
     scores.sort_by(|(a, _), (b, _)| a.total_cmp(b));
     let clicks = scores.iter().filter(|(_, is_click)| *is_click).count() as f64;
@@ -110,7 +102,6 @@ pub fn auc(scores: &mut [(f32, bool)]) -> f64 {
 
 /// Jain's fairness index: 1 if all values are equal, 1/n if one of n has everything; 0 if no value
 /// is above 0.
-#[must_use]
 pub fn jain(values: &[usize]) -> f64 {
     let sum: f64 = values.iter().map(|&value| value as f64).sum();
     let squares: f64 = values.iter().map(|&value| (value * value) as f64).sum();

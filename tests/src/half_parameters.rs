@@ -17,7 +17,6 @@ impl HalfParameters {
     }
 
     /// The parameters in f32, if these are not given: `[parameters]`.
-    #[must_use]
     pub fn or_given(&self, given: &[f32]) -> Vec<f32> {
         match self.bits.is_empty() {
             true => given.to_vec(),

@@ -47,13 +47,11 @@ impl Command {
     }
 
     /// Sets a subcommand other than `train`.
-    #[must_use]
     pub fn verb(self, verb: &'static str) -> Self {
         Self { verb, ..self }
     }
 
     /// Adds `--name value`.
-    #[must_use]
     pub fn option(mut self, name: &str, value: impl Into<OsString>) -> Self {
         self.options.push(format!("--{name}").into());
         self.options.push(value.into());
@@ -61,24 +59,18 @@ impl Command {
     }
 
     /// Adds `--name`.
-    #[must_use]
     pub fn flag(mut self, name: &str) -> Self {
         self.options.push(format!("--{name}").into());
         self
     }
 
     /// Sets a prefix for all commands; it gets the command as its last arguments.
-    #[must_use]
     pub fn started_by<A: Into<OsString>>(mut self, starter: impl IntoIterator<Item = A>) -> Self {
         self.starter = starter.into_iter().map(Into::into).collect();
         self
     }
 
     /// Starts it.
-    ///
-    /// # Panics
-    /// The command can't be started.
-    #[must_use]
     pub fn start(self) -> Running {
         let starter = [self.starter, vec![self.elasticdl.into()]].concat();
         let mut train = command(&starter);
@@ -98,7 +90,6 @@ impl Command {
     }
 
     /// Starts the job and waits for its end.
-    #[must_use]
     pub fn run(self) -> Ended {
         self.start().wait()
     }
@@ -130,43 +121,28 @@ pub struct Ended {
 
 impl Running {
     /// Keeps `folder` for as long as the job runs.
-    #[must_use]
     pub fn keeping(mut self, folder: TempDir) -> Self {
         self.folder = Some(folder);
         self
     }
 
     /// Ends the delay per record of all workers of a fixture's job.
-    ///
-    /// # Panics
-    /// The job has no fixture, or its folder can't be written to.
     pub fn hurry(&self) {
         let folder = self.folder.as_ref().expect("the job has a fixture");
         std::fs::write(folder.path().join(HURRY), "").expect("the folder can be written to");
     }
 
     /// The command's process.
-    ///
-    /// # Panics
-    /// Never, before `wait`.
-    #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.as_ref().expect("not waited for").pid()
     }
 
     /// Whether the command is running.
-    ///
-    /// # Panics
-    /// The state of the process can't be read.
     pub fn is_running(&mut self) -> bool {
         self.child.as_mut().expect("not waited for").is_running()
     }
 
-    /// The status that `elasticdl status --json` prints.
-    ///
-    /// # Panics
-    /// No master answers within a minute.
-    #[must_use]
+    /// The status that `elasticdl status --json` prints, within a minute.
     pub fn status(&self) -> Status {
         let deadline = Instant::now() + Duration::from_secs(60);
         loop {
@@ -179,10 +155,6 @@ impl Running {
     }
 
     /// As [`Running::status`]; `None` if no master answers now.
-    ///
-    /// # Panics
-    /// The command prints something else than a status.
-    #[must_use]
     pub fn try_status(&self) -> Option<Status> {
         let output = command(&self.starter)
             .arg("status")
@@ -196,10 +168,6 @@ impl Running {
     }
 
     /// Runs `elasticdl checkpoint` and returns the path of the checkpoint.
-    ///
-    /// # Panics
-    /// The command fails.
-    #[must_use]
     pub fn checkpoint(&self) -> String {
         let output = command(&self.starter).arg("checkpoint").arg(&self.job_dir).output();
         let output = output.expect("the command under test starts");
@@ -208,9 +176,6 @@ impl Running {
     }
 
     /// Runs the command `elasticdl WORDS` with the job.
-    ///
-    /// # Panics
-    /// The command fails.
     pub fn command(&self, words: &[&str]) {
         let output = command(&self.starter).args(words).arg(&self.job_dir).output();
         let output = output.expect("the command under test starts");
@@ -218,19 +183,12 @@ impl Running {
     }
 
     /// Runs `elasticdl scale --num-workers`.
-    ///
-    /// # Panics
-    /// The command fails.
     pub fn scale(&self, num_workers: u32) {
         let status = self.try_scale(num_workers);
         assert!(status.success(), "scale to {num_workers}: {status}");
     }
 
     /// Runs `elasticdl scale --num-workers`, which fails if the job has ended.
-    ///
-    /// # Panics
-    /// The command can't be started.
-    #[must_use]
     pub fn try_scale(&self, num_workers: u32) -> std::process::ExitStatus {
         command(&self.starter)
             .arg("scale")
@@ -242,10 +200,7 @@ impl Running {
             .expect("the command under test starts")
     }
 
-    /// Waits until the status satisfies `wanted`, and returns that status.
-    ///
-    /// # Panics
-    /// It does not within a minute, or the job ends before.
+    /// Waits for at most a minute until the status satisfies `wanted`, and returns that status.
     pub fn wait_for(&mut self, what: &str, wanted: impl Fn(&Status) -> bool) -> Status {
         let deadline = Instant::now() + Duration::from_secs(60);
         loop {
@@ -260,17 +215,11 @@ impl Running {
     }
 
     /// Waits until the group has made more than three steps.
-    ///
-    /// # Panics
-    /// As for [`Running::wait_for`].
     pub fn wait_for_first_steps(&mut self) -> Status {
         self.wait_for("the first steps", |status| status.step > 3)
     }
 
     /// Waits until the group makes another step than the one that it is at now.
-    ///
-    /// # Panics
-    /// As for [`Running::wait_for`].
     pub fn wait_for_next_step(&mut self) {
         let step = self.status().step;
         self.wait_for("the next step", |status| status.step > step);
@@ -286,14 +235,12 @@ impl Running {
     }
 
     /// Process ids of the job's workers, by worker; none while no master answers.
-    #[must_use]
     pub fn workers(&self) -> BTreeMap<WorkerId, u32> {
         let workers = self.try_status().unwrap_or_default().workers;
         workers.into_iter().map(|worker| (worker.worker, worker.pid)).collect()
     }
 
     /// The job's members in rank order, with their process ids; none while no master answers.
-    #[must_use]
     pub fn members(&self) -> Vec<(WorkerId, u32)> {
         let status = self.try_status().unwrap_or_default();
         let by_rank: BTreeMap<_, _> =
@@ -302,17 +249,11 @@ impl Running {
     }
 
     /// Waits until the group has `count` members.
-    ///
-    /// # Panics
-    /// As for [`Running::wait_for`].
     pub fn wait_for_members(&mut self, count: usize) -> Status {
         self.wait_for(&format!("{count} members"), |status| status.members().count() == count)
     }
 
     /// Waits until the group has `count` members and has made more than three steps.
-    ///
-    /// # Panics
-    /// As for [`Running::wait_for`].
     pub fn wait_for_work_of(&mut self, count: usize) -> Status {
         self.wait_for(&format!("{count} members at work"), |status| {
             status.members().count() == count && status.step > 3
@@ -320,9 +261,6 @@ impl Running {
     }
 
     /// Waits until the group has `count` members, and no worker is one of `gone`.
-    ///
-    /// # Panics
-    /// As for [`Running::wait_for`].
     pub fn wait_for_members_without(&mut self, count: usize, gone: &[WorkerId]) -> Status {
         self.wait_for(&format!("{count} members without {gone:?}"), |status| {
             status.members().count() == count
@@ -331,9 +269,6 @@ impl Running {
     }
 
     /// Waits until `count` workers are connected to the master, and the group makes another step.
-    ///
-    /// # Panics
-    /// As for [`Running::wait_for`].
     pub fn wait_for_return_of(&mut self, count: usize) {
         let step = self.status().step;
         self.wait_for("all to be back, and another step", |status| {
@@ -342,10 +277,6 @@ impl Running {
     }
 
     /// Ports on which the job's processes listen.
-    ///
-    /// # Panics
-    /// The system's socket tables can't be read.
-    #[must_use]
     pub fn listening_ports(&self) -> Vec<u16> {
         let mut pids: Vec<u32> = self.workers().into_values().collect();
         pids.push(self.pid());
@@ -360,9 +291,6 @@ impl Running {
     }
 
     /// Kills the command, and only it, with SIGKILL.
-    ///
-    /// # Panics
-    /// The command can't be waited for.
     pub fn kill_master(&mut self) {
         self.child.as_mut().expect("not waited for").kill();
     }
@@ -378,9 +306,6 @@ impl Running {
     }
 
     /// Starts another master after [`Running::kill_master`]: `elasticdl train --resume`.
-    ///
-    /// # Panics
-    /// The command can't be started.
     pub fn resume(&mut self) {
         let mut train = command(&self.starter);
         train.args(["train", "--resume"]).arg(&self.job_dir);
@@ -388,10 +313,6 @@ impl Running {
     }
 
     /// The error that `elasticdl status` prints when it fails.
-    ///
-    /// # Panics
-    /// The command can't be started.
-    #[must_use]
     pub fn status_error(&self) -> String {
         let output = command(&self.starter)
             .arg("status")
@@ -407,16 +328,11 @@ impl Running {
     }
 
     /// As [`wait_within`](Self::wait_within), three minutes.
-    #[must_use]
     pub fn wait(self) -> Ended {
         self.wait_within(Duration::from_secs(180))
     }
 
     /// Waits for the job's end.
-    ///
-    /// # Panics
-    /// It does not end within `limit`.
-    #[must_use]
     pub fn wait_within(mut self, limit: Duration) -> Ended {
         let child = self.child.as_mut().expect("not waited for");
         if !child.ends_within(limit) {
@@ -447,34 +363,23 @@ impl Drop for Running {
 
 impl Ended {
     /// The exit code, and why the job ended: its error, or what was printed.
-    #[must_use]
     pub fn cause(&self) -> String {
         let error = self.summary.as_ref().and_then(|summary| summary.error.as_deref());
         format!("exit code {:?}: {}", self.code, error.unwrap_or_else(|| self.output.trim()))
     }
 
     /// The summary.
-    ///
-    /// # Panics
-    /// None was written.
-    #[must_use]
     pub fn summary(&self) -> &Summary {
         self.summary.as_ref().unwrap_or_else(|| panic!("no summary was written: {}", self.output))
     }
 
     /// Asserts the command's exit code and the job's final state.
-    ///
-    /// # Panics
-    /// They are others.
     pub fn assert_outcome(&self, code: i32, state: &str) {
         let state_shown = self.summary.as_ref().map(|summary| &*summary.state);
         assert_eq!((self.code, state_shown), (Some(code), Some(state)), "{}", self.output);
     }
 
     /// Asserts that the job has trained every record of every epoch exactly once.
-    ///
-    /// # Panics
-    /// It has not.
     pub fn assert_exactly_once(&self, context: &str, records: u64, epochs: u64) {
         assert_exactly_once(
             self.summary(),
@@ -486,27 +391,16 @@ impl Ended {
     }
 
     /// The job's memberships, oldest first.
-    ///
-    /// # Panics
-    /// There is no summary.
-    #[must_use]
     pub fn memberships(&self) -> &[MembershipChange] {
         &self.summary().memberships
     }
 
     /// Causes of the job's memberships, oldest first.
-    ///
-    /// # Panics
-    /// There is no summary.
-    #[must_use]
     pub fn causes(&self) -> Vec<Cause> {
         self.memberships().iter().map(|membership| membership.cause).collect()
     }
 
     /// Asserts that no worker was lost or replaced, and that `generation` was the last one.
-    ///
-    /// # Panics
-    /// It was not so.
     pub fn assert_undisturbed(&self, generation: Generation) {
         let last = self.memberships().last().map(|membership| membership.generation);
         assert_eq!(last, Some(generation), "{:?}", self.memberships());
@@ -514,16 +408,12 @@ impl Ended {
     }
 
     /// Workers that were lost, in the order of the memberships that report it.
-    #[must_use]
     pub fn lost(&self) -> Vec<WorkerId> {
         self.memberships().iter().flat_map(|membership| membership.lost.iter().copied()).collect()
     }
 }
 
 /// Asserts that a job of the counting model has trained every record of every epoch exactly once.
-///
-/// # Panics
-/// It has not.
 pub fn assert_exactly_once(summary: &Summary, context: &str, records: u64, epochs: u64) {
     let total = records * epochs;
     assert_eq!(summary.records, each_once(total), "{context}");
@@ -534,23 +424,17 @@ pub fn assert_exactly_once(summary: &Summary, context: &str, records: u64, epoch
 }
 
 /// What a summary reports if each of `records` was counted once.
-#[must_use]
 pub fn each_once(records: u64) -> RecordsSummary {
     RecordsSummary { expected: records, counted: records, ..RecordsSummary::default() }
 }
 
 /// What a summary reports of a stopped job if each of `counted` records was counted once.
-#[must_use]
 pub fn once_of(expected: u64, counted: u64) -> RecordsSummary {
     let not_trained = expected - counted;
     RecordsSummary { expected, counted, not_trained, ..RecordsSummary::default() }
 }
 
 /// The summary in a job's directory; `None` if there is none.
-///
-/// # Panics
-/// The file is not a summary.
-#[must_use]
 pub fn read_summary(job_dir: &Path) -> Option<Summary> {
     let bytes = std::fs::read(job_dir.join("summary.json")).ok()?;
     let summary = serde_json::from_slice(&bytes);

@@ -73,10 +73,6 @@ pub(crate) const HURRY: &str = "hurry";
 
 impl JobFixture {
     /// A job of `num_workers` workers that takes some seconds.
-    ///
-    /// # Panics
-    /// There is no place for temporary files.
-    #[must_use]
     pub fn new(programs: Programs, num_workers: u32) -> Self {
         Self {
             folder: tempfile::tempdir().expect("there is a place for temporary files"),
@@ -102,28 +98,21 @@ impl JobFixture {
     }
 
     /// A model of 4 MiB, which takes some milliseconds to transfer, and fewer steps.
-    #[must_use]
     pub fn large(self) -> Self {
         Self { parameters: 1 << 20, global_batch_size: 300, ..self }
     }
 
     /// A job that lasts until [`Running::hurry`], also on a slow machine.
-    #[must_use]
     pub fn lasting(self) -> Self {
         Self { micros_per_record: 4 * self.micros_per_record, ..self }
     }
 
     /// A path in the fixture's folder.
-    #[must_use]
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
     /// The folder of the data, which is written at the first call.
-    ///
-    /// # Panics
-    /// The data can't be written.
-    #[must_use]
     pub fn data(&self) -> PathBuf {
         let folder = self.path("data");
         if !folder.exists() {
@@ -146,7 +135,6 @@ impl JobFixture {
     }
 
     /// The job's command, with the options that all fixtures share.
-    #[must_use]
     pub fn command(&self, seed: u64) -> Command {
         let mut variables = self.variables.clone();
         if let Some(libraries) = self.gpu {
@@ -205,7 +193,6 @@ impl JobFixture {
     }
 
     /// Starts the job, and waits until it trains.
-    #[must_use]
     pub fn start(self, seed: u64) -> Running {
         let mut job = self.command(seed).start().keeping(self.folder);
         job.wait_for_first_steps();
@@ -214,9 +201,6 @@ impl JobFixture {
 
     /// Starts the job and kills a random worker after each pause (drawn from `pauses_ms`), until
     /// the job has ended; asserts that the result is exact.
-    ///
-    /// # Panics
-    /// It is not, or the job was over before the second kill.
     pub fn survives_kills(self, seed: u64, pauses_ms: Range<u64>) {
         let mut job = self.start(seed);
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
@@ -245,9 +229,6 @@ impl Running {
     }
 
     /// Waits until the job has written this number of checkpoints.
-    ///
-    /// # Panics
-    /// As for [`Running::wait_for`].
     pub fn wait_for_checkpoints(&mut self, count: u64) -> Status {
         self.wait_for("checkpoints", |status| {
             status.checkpoints.as_ref().is_some_and(|known| known.saved >= count)
@@ -263,9 +244,6 @@ impl Running {
 impl Ended {
     /// Asserts the result that a job with a fixture's default records and epochs must have,
     /// whatever faults hit it.
-    ///
-    /// # Panics
-    /// The result is another one.
     pub fn assert_exact(&self, context: &str) {
         self.assert_exactly_once(context, RECORDS, EPOCHS);
     }

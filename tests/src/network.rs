@@ -28,21 +28,15 @@ pub struct Network {
 }
 
 impl Network {
-    /// A network of `hosts` hosts.
-    ///
-    /// # Panics
-    /// This machine or this user can't make one: it needs root and iproute2.
-    #[must_use]
+    /// A network of `hosts` hosts, which needs root and iproute2.
     pub fn new(hosts: u8) -> Self {
         let network = Self::unmade(hosts);
         network.make().expect("root makes network namespaces with iproute2");
         network
     }
 
-    /// A network of `hosts` hosts that send at no more than this rate, such as `1gbit`.
-    ///
-    /// # Errors
-    /// As for [`new`](Self::new), or the kernel has no token bucket filter.
+    /// A network of `hosts` hosts that send at no more than this rate, such as `1gbit`: it needs
+    /// the token bucket filter of the kernel, too.
     pub fn with_rate(hosts: u8, rate: &str) -> Result<Self, String> {
         let network = Self::unmade(hosts);
         network.make()?;
@@ -57,40 +51,34 @@ impl Network {
     }
 
     /// Whether this user may make one.
-    #[must_use]
     pub fn is_allowed() -> bool {
         geteuid().is_root()
     }
 
     /// Prefix of the names of its namespaces.
-    #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
     /// The prefix of a command that runs on a host.
-    #[must_use]
     pub fn on(&self, host: u8) -> Vec<String> {
         ["ip", "netns", "exec", &self.namespace(&host.to_string())].map(Into::into).to_vec()
     }
 
     /// A script for `sh -c` that runs its arguments on the host whose number is the launch's.
     /// Signals to the launch don't reach them, as on another machine.
-    #[must_use]
     pub fn on_the_launchs_host(&self) -> String {
         let namespace = self.namespace("$ELASTICDL_LAUNCH");
         format!("setsid ip netns exec {namespace} \"$@\" & wait $!")
     }
 
     /// As [`on_the_launchs_host`](Self::on_the_launchs_host), on host 1 to `hosts`, in turn.
-    #[must_use]
     pub fn on_host_of_launch(&self, hosts: u8) -> String {
         let namespace = self.namespace(&format!("$((ELASTICDL_LAUNCH % {hosts} + 1))"));
         format!("setsid ip netns exec {namespace} \"$@\" & wait $!")
     }
 
     /// The host that a process runs on.
-    #[must_use]
     pub fn host_of(&self, pid: u32) -> Option<u8> {
         let inode = |path: String| std::fs::metadata(path).map(|file| file.ino()).ok();
         let here = inode(format!("/proc/{pid}/ns/net"))?;
@@ -100,31 +88,21 @@ impl Network {
     }
 
     /// The address of a host.
-    #[must_use]
     pub fn address(&self, host: u8) -> String {
         format!("10.77.{host}.2")
     }
 
     /// Drops all packets from `from` to `to` from now on.
-    ///
-    /// # Panics
-    /// The route can't be changed.
     pub fn cut(&self, from: u8, to: u8) {
         self.rule("add", from, to);
     }
 
     /// Ends a cut.
-    ///
-    /// # Panics
-    /// There was no cut.
     pub fn heal(&self, from: u8, to: u8) {
         self.rule("del", from, to);
     }
 
     /// Drops all packets from `host` from now on, and all to it unless it is `half_open`.
-    ///
-    /// # Panics
-    /// The routes can't be changed.
     pub fn switch_off(&self, host: u8, half_open: bool) {
         let directions = if half_open { &["from"][..] } else { &["to", "from"] };
         for direction in directions {

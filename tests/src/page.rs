@@ -18,10 +18,6 @@ pub struct Page {
 
 impl Page {
     /// The page at a link, as `elasticdl dashboard` prints it.
-    ///
-    /// # Panics
-    /// It is no such link.
-    #[must_use]
     pub fn at(link: &str) -> Self {
         let rest = link.strip_prefix("http://").unwrap_or_else(|| panic!("{link} is no link"));
         let (address, key) = rest.split_once("/#").expect("a link has a key");
@@ -29,10 +25,6 @@ impl Page {
     }
 
     /// Sends a request for `host` with this key; returns the status code and the body.
-    ///
-    /// # Panics
-    /// The server does not answer.
-    #[must_use]
     pub fn ask(&self, request: &str, (host, key): (&str, &str), body: &str) -> (u16, String) {
         let mut stream = TcpStream::connect(&self.address).expect("the page is served");
         let authorization =
@@ -51,19 +43,11 @@ impl Page {
     }
 
     /// Posts a command with the key; returns the status code.
-    ///
-    /// # Panics
-    /// As for [`ask`](Self::ask).
-    #[must_use]
     pub fn post(&self, path: &str, body: &str) -> u16 {
         self.ask(&format!("POST {path}"), (&self.address, &self.key), body).0
     }
 
     /// The job as the page sees it.
-    ///
-    /// # Panics
-    /// As for [`ask`](Self::ask), or the answer is no job.
-    #[must_use]
     pub fn job(&self) -> Value {
         let (code, body) = self.ask("GET /api/job", (&self.address, &self.key), "");
         assert_eq!(code, 200, "{body}");

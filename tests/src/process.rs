@@ -13,7 +13,6 @@ pub fn send(pid: u32, signal: Signal) {
 }
 
 /// Whether a process exists and is no zombie.
-#[must_use]
 pub fn is_alive(pid: u32) -> bool {
     let stat = std::fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat"));
     // The state follows the command's name in brackets.
@@ -21,9 +20,6 @@ pub fn is_alive(pid: u32) -> bool {
 }
 
 /// Waits until none of these processes is alive.
-///
-/// # Panics
-/// One is for longer than `within`.
 pub fn assert_end(pids: &[u32], within: Duration) {
     let deadline = Instant::now() + within;
     while let Some(pid) = pids.iter().find(|pid| is_alive(**pid)) {

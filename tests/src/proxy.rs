@@ -26,10 +26,6 @@ impl fmt::Debug for Proxy {
 
 impl Proxy {
     /// Listens on loopback; `folder` is for a file of the proxy.
-    ///
-    /// # Panics
-    /// There is no free port, or no thread.
-    #[must_use]
     pub fn start(folder: &Path) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("loopback has a free port");
         let address = listener.local_addr().expect("a listener has an address");
@@ -55,7 +51,6 @@ impl Proxy {
 
     /// A script for `sh -c` that runs its arguments as a worker that connects to the master through
     /// this proxy.
-    #[must_use]
     pub fn script(&self) -> String {
         let Self { address, upstream, .. } = self;
         let upstream = upstream.display();

@@ -67,10 +67,6 @@ struct State {
 
 impl S3 {
     /// Starts a server. `seed`: of its faults.
-    ///
-    /// # Panics
-    /// There is no free port.
-    #[must_use]
     pub fn start(fault_rates: FaultRates, seed: u64) -> Self {
         let listener =
             TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback has a free port");
@@ -97,7 +93,6 @@ impl S3 {
     }
 
     /// The environment variables that a process needs to use it, as `NAME=value`.
-    #[must_use]
     pub fn environment(&self) -> Vec<String> {
         vec![
             format!("AWS_ENDPOINT=http://{}", self.address),
@@ -114,19 +109,16 @@ impl S3 {
     }
 
     /// Number of requests that a fault has hit.
-    #[must_use]
     pub fn requests_hit(&self) -> u64 {
         self.state().requests_hit
     }
 
     /// The requests so far.
-    #[must_use]
     pub fn requests(&self) -> BTreeMap<String, u64> {
         self.state().requests.clone()
     }
 
     /// Names of all objects, with their buckets.
-    #[must_use]
     pub fn names(&self) -> Vec<String> {
         self.state().objects.keys().cloned().collect()
     }
@@ -137,18 +129,11 @@ impl S3 {
     }
 
     /// The bytes of an object.
-    ///
-    /// # Panics
-    /// There is no such object.
-    #[must_use]
     pub fn bytes(&self, name: &str) -> Vec<u8> {
         self.state().objects[name].bytes.to_vec()
     }
 
     /// Flips one bit of an object.
-    ///
-    /// # Panics
-    /// There is no such object, or it is empty.
     pub fn flip(&self, name: &str, bit: usize) {
         let mut state = self.state();
         let object = state.objects.get_mut(name).expect("the object is there");

@@ -31,9 +31,6 @@ impl Schedules {
     /// Runs a job for each of these seeds, and returns how many there were and were exact, and how
     /// many workers were killed in those. Builds the programs, and prints what is wrong with a
     /// result.
-    ///
-    /// # Errors
-    /// The programs can't be built.
     pub fn run(&self, seeds: Range<u64>) -> Result<Value, Box<dyn Error>> {
         let path = |name| -> Result<&'static str, Box<dyn Error>> {
             let path = built("elasticdl-tests", name)?;

@@ -11,16 +11,12 @@ use std::sync::OnceLock;
 
 /// Folder of the fake libraries `libcuda.so`, `libnccl.so.2` and `libnvrtc.so`, for
 /// `LD_LIBRARY_PATH`.
-#[must_use]
 pub fn folder() -> &'static Path {
     Path::new(env!("OUT_DIR"))
 }
 
 /// Loads the fake driver and NVRTC into this process, which then uses them instead of the real
 /// ones, unless these are loaded already.
-///
-/// # Panics
-/// If the libraries cannot be loaded.
 pub fn load() {
     static LOADED: OnceLock<()> = OnceLock::new();
     LOADED.get_or_init(|| {
@@ -34,47 +30,27 @@ pub fn load() {
 }
 
 /// Number of bytes that this thread has copied between the host and a fake device.
-///
-/// # Panics
-/// As for [`load`].
-#[must_use]
 pub fn bytes_copied() -> u64 {
     count(b"fakeBytesCopied")
 }
 
 /// Number of bytes that this thread has allocated on fake devices.
-///
-/// # Panics
-/// As for [`load`].
-#[must_use]
 pub fn bytes_allocated() -> u64 {
     count(b"fakeBytesAllocated")
 }
 
 /// Number of times that this thread has waited for an event or a stream of the fake driver.
-///
-/// # Panics
-/// As for [`load`].
-#[must_use]
 pub fn waits() -> u64 {
     count(b"fakeWaits")
 }
 
 /// Number of bytes that the fake driver's pools keep when memory is freed.
-///
-/// # Panics
-/// As for [`load`].
-#[must_use]
 pub fn release_threshold() -> u64 {
     count(b"fakeReleaseThreshold")
 }
 
 /// Numbers of calls by threads of this name that end a capture of a CUDA graph in another thread,
 /// and of such calls that do not, as the thread's capture mode is relaxed.
-///
-/// # Panics
-/// As for [`load`].
-#[must_use]
 pub fn calls_during_captures(thread: &CStr) -> [u64; 2] {
     load();
     // SAFETY: this crate compiles the library, which exports this function.
@@ -101,10 +77,6 @@ fn count(name: &[u8]) -> u64 {
 }
 
 /// Most operations of the fake NCCL that were on one stream of this process at once.
-///
-/// # Panics
-/// As for [`load`].
-#[must_use]
 pub fn most_operations() -> u64 {
     count(b"fakeMostTickets")
 }
@@ -118,10 +90,6 @@ pub struct Hold {
 
 impl Hold {
     /// Enqueues the work.
-    ///
-    /// # Panics
-    /// As for [`load`].
-    #[must_use]
     pub fn on(stream: *mut c_void) -> Self {
         load();
         // SAFETY: this crate compiles the library, which exports this function.
@@ -149,19 +117,11 @@ impl Drop for Hold {
 
 /// Number of communicators that the fake NCCL `init_refused` has returned with an error, and that
 /// have not been aborted.
-///
-/// # Panics
-/// The library cannot be loaded.
-#[must_use]
 pub fn refused_communicators() -> i32 {
     nccl_count("init_refused", b"fakeRefusedCommunicators")
 }
 
 /// Number of polls that the fake NCCL `poll_lasts` has prolonged or is prolonging.
-///
-/// # Panics
-/// The library cannot be loaded.
-#[must_use]
 pub fn long_polls() -> i32 {
     nccl_count("poll_lasts", b"fakeLongPolls")
 }
@@ -177,7 +137,6 @@ fn nccl_count(fault: &str, name: &[u8]) -> i32 {
 
 /// Path of the fake NCCL with a fault; see `libraries/nccl.rs` for the faults, and `no_abort`,
 /// which lacks a function.
-#[must_use]
 pub fn nccl_with(fault: &str) -> PathBuf {
     folder().join(format!("libnccl.{fault}.so"))
 }

@@ -64,12 +64,6 @@ pub struct DisturbedEnded {
 impl Bench {
     /// Starts the job in `folder` and waits until all its workers contribute to its steps.
     /// `launches`: each launch is on a host of its own, and there are so many.
-    ///
-    /// # Errors
-    /// As for [`settle`](Self::settle), files can't be written, or there are too many launches.
-    ///
-    /// # Panics
-    /// There can't be hosts on this machine: see [`Network::new`].
     pub fn start(
         disturbed: &DisturbedJob,
         folder: &Path,
@@ -118,9 +112,6 @@ impl Bench {
     /// Waits until the wanted number of workers contributes and no others are left, and then until
     /// the group has made some more steps and some time has passed, so that the next event finds it
     /// at rest.
-    ///
-    /// # Errors
-    /// It does not happen within three minutes, or the job ends before.
     pub fn settle(&mut self) -> Result<(), Box<dyn Error>> {
         self.wait_whole()?;
         let (since, from) = (now(), self.step());
@@ -134,9 +125,6 @@ impl Bench {
     }
 
     /// Waits until the wanted number of workers contributes, and no others are left.
-    ///
-    /// # Errors
-    /// It does not happen within three minutes, or the job ends before.
     pub fn wait_whole(&mut self) -> Result<(), Box<dyn Error>> {
         self.wait_for("all members", |bench| {
             bench.logs.living().count() == bench.workers
@@ -145,26 +133,17 @@ impl Bench {
     }
 
     /// Waits until `pid` has ended.
-    ///
-    /// # Errors
-    /// It does not happen within three minutes, or the job ends before.
     pub fn wait_gone(&mut self, pid: u32) -> Result<(), Box<dyn Error>> {
         self.wait_for("a worker's end", |_| !is_alive(pid))
     }
 
     /// Waits for a worker whose first contribution comes after `at`.
-    ///
-    /// # Errors
-    /// It does not happen within three minutes, or the job ends before.
     pub fn wait_joiner(&mut self, at: Duration) -> Result<(), Box<dyn Error>> {
         self.wait_for("a joiner", |bench| bench.logs.living().any(|log| log.is_new(at)))
     }
 
     /// Sends a signal to one of the members, but never to the last one that has the state. Returns
     /// its process.
-    ///
-    /// # Errors
-    /// There is no member, or the event logs can't be read.
     pub fn signal(&mut self, signal: Signal) -> Result<u32, Box<dyn Error>> {
         let victim = self.victim()?;
         send(victim, signal);
@@ -172,9 +151,6 @@ impl Bench {
     }
 
     /// As [`signal`](Self::signal): lets the thread that computes hang.
-    ///
-    /// # Errors
-    /// As above, or a file can't be written.
     pub fn hang(&mut self) -> Result<u32, Box<dyn Error>> {
         let victim = self.victim()?;
         std::fs::write(self.logs.folder.join(hang_file(victim)), "")?;
@@ -183,9 +159,6 @@ impl Bench {
 
     /// As [`signal`](Self::signal): drops the packets that its host sends from now on, and those to
     /// it unless it is `half_open`.
-    ///
-    /// # Errors
-    /// As above, or the workers have no hosts.
     pub fn switch_off(&mut self, half_open: bool) -> Result<u32, Box<dyn Error>> {
         let victim = self.victim()?;
         let network = self.network.as_ref().ok_or("the workers have no hosts of their own")?;
@@ -208,20 +181,11 @@ impl Bench {
     }
 
     /// Sleeps until `at`; an error if the job ends before.
-    ///
-    /// # Errors
-    /// As it says.
     pub fn rest_until(&mut self, at: Duration) -> Result<(), Box<dyn Error>> {
         self.wait_for("a moment", |_| now() >= at)
     }
 
     /// Stops the job.
-    ///
-    /// # Errors
-    /// The event logs can't be read.
-    ///
-    /// # Panics
-    /// As for [`Running::wait`], or the job has written no summary.
     pub fn stop(mut self) -> Result<DisturbedEnded, Box<dyn Error>> {
         self.logs.refresh()?;
         let last = self.logs.living().map(|log| log.pid).collect();
@@ -254,9 +218,6 @@ impl Bench {
 impl DisturbedEnded {
     /// Records that were not counted, and records that were counted more than once: the worse of
     /// what the job's summary reports and what the model counted, if it has counted.
-    ///
-    /// # Errors
-    /// The model has not reported three counts.
     pub fn records_lost_and_repeated(&self) -> Result<(u64, u64), Box<dyn Error>> {
         let records = self.summary.records;
         let Some(words) = &self.summary.model_summary else {
@@ -281,7 +242,6 @@ impl DisturbedEnded {
 
     /// Distinct steps that a worker other than the `disturbed` had to compute again, or that were
     /// undone; and steps that workers which left in order had begun in vain.
-    #[must_use]
     pub fn steps_lost(&self, disturbed: &[u32]) -> usize {
         let others = || self.logs.all.values().filter(|log| !disturbed.contains(&log.pid));
         let again: BTreeSet<u64> = others().flat_map(|log| log.steps_lost()).collect();
@@ -292,7 +252,6 @@ impl DisturbedEnded {
 
 /// Name of the file, in the folder of the event logs, that makes the worker with this process id
 /// hang.
-#[must_use]
 pub fn hang_file(pid: u32) -> String {
     format!("{pid}.hang")
 }

@@ -49,9 +49,6 @@ pub struct EventWriter {
 
 impl EventWriter {
     /// Creates the event log of this process in `folder`, with the time of the process's start.
-    ///
-    /// # Errors
-    /// It can't be created, or the system does not tell the time of the start.
     pub fn create(folder: &Path) -> io::Result<Self> {
         let file = File::create_new(folder.join(std::process::id().to_string()))?;
         let mut writer = Self { file };
@@ -60,9 +57,6 @@ impl EventWriter {
     }
 
     /// Adds an entry with the time of this call.
-    ///
-    /// # Errors
-    /// It can't be written.
     pub fn write(&mut self, entry: LogEntry) -> io::Result<()> {
         let at = nanoseconds(now());
         self.put(match entry {
@@ -112,25 +106,21 @@ impl EventLog {
     }
 
     /// The first commit with records that the worker has computed itself.
-    #[must_use]
     pub fn contribution(&self) -> Option<(Duration, Commit)> {
         self.commits.iter().find(|(_, commit)| commit.own > 0).copied()
     }
 
     /// Whether the worker began to contribute after `at`.
-    #[must_use]
     pub fn is_new(&self, at: Duration) -> bool {
         self.contribution().is_some_and(|(first, _)| first > at)
     }
 
     /// Time at which the worker has last applied `step`.
-    #[must_use]
     pub fn time_of(&self, step: u64) -> Option<Duration> {
         self.commits.iter().rev().find(|(_, commit)| commit.step == step).map(|(at, _)| *at)
     }
 
     /// Number of steps committed before `at`.
-    #[must_use]
     pub fn steps_before(&self, at: Duration) -> u64 {
         let before = self.commits.partition_point(|(committed, _)| *committed < at);
         before.checked_sub(1).map_or(0, |last| self.commits[last].1.step + 1)
@@ -138,7 +128,6 @@ impl EventLog {
 
     /// Steps whose work was lost here: computed and discarded, or applied more than once. What a
     /// joiner does before it contributes costs no other worker a step.
-    #[must_use]
     pub fn steps_lost(&self) -> Vec<u64> {
         let first = self.commits.iter().position(|(_, commit)| commit.own > 0);
         let commits = &self.commits[first.unwrap_or(self.commits.len())..];
@@ -186,18 +175,12 @@ pub struct EventLogs {
 
 impl EventLogs {
     /// Creates the folder.
-    ///
-    /// # Errors
-    /// It can't be created.
     pub fn create(folder: PathBuf) -> io::Result<Self> {
         std::fs::create_dir_all(&folder)?;
         Ok(Self { folder, all: BTreeMap::new() })
     }
 
     /// Reads the entries that were added since the last call.
-    ///
-    /// # Errors
-    /// An event log can't be read.
     pub fn refresh(&mut self) -> io::Result<()> {
         for entry in std::fs::read_dir(&self.folder)? {
             let entry = entry?;
@@ -216,7 +199,6 @@ impl EventLogs {
     }
 
     /// Time at which each step was first applied by any worker, with its records.
-    #[must_use]
     pub fn steps(&self) -> BTreeMap<u64, (Duration, u64)> {
         let mut steps = BTreeMap::new();
         for (at, commit) in self.all.values().flat_map(|log| &log.commits) {
@@ -228,7 +210,6 @@ impl EventLogs {
 }
 
 /// Time since the machine's start; the same clock for all processes.
-#[must_use]
 pub fn now() -> Duration {
     since_start(ClockId::Monotonic)
 }

@@ -32,7 +32,6 @@ pub enum Kind {
 
 impl Kind {
     /// Its name in a result.
-    #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             Self::All => "all",
@@ -98,9 +97,6 @@ struct Event {
 
 /// Starts a job in `folder` and disturbs it `count` times, each time when it is complete and at
 /// rest.
-///
-/// # Errors
-/// The job ends before, or does not recover within three minutes.
 pub fn disturb(
     job: &DisturbedJob,
     (kind, count): (Kind, u32),
@@ -166,7 +162,6 @@ fn cause(bench: &mut Bench, kind: Kind) -> Result<Event, Box<dyn Error>> {
 
 impl Measured {
     /// The figures as an object.
-    #[must_use]
     pub fn json(&self) -> Value {
         let parts = |phases: &Phases| {
             let parts = phases.iter().zip(PHASES);

@@ -19,10 +19,6 @@ pub struct ApiServer {
 
 impl ApiServer {
     /// The API server of the cluster that `$KUBECONFIG` names.
-    ///
-    /// # Panics
-    /// It is not a process of this machine.
-    #[must_use]
     pub fn new() -> Self {
         let kubeconfig =
             std::env::var_os("KUBECONFIG").expect("a namespace was made, so there is a cluster");
@@ -39,19 +35,11 @@ impl ApiServer {
     }
 
     /// Process id of the node's kubelet.
-    ///
-    /// # Panics
-    /// It is not known.
-    #[must_use]
     pub fn kubelet(&self) -> u32 {
         self.pid_of("kubelet")
     }
 
     /// Time after which the node controller declares a node lost whose kubelet is silent.
-    ///
-    /// # Panics
-    /// The controller manager is not a process of this machine.
-    #[must_use]
     pub fn node_grace(&self) -> Duration {
         let arguments = arguments_of(self.pid_of("kube-controller-manager"));
         let mut values = arguments.iter().skip_while(|a| *a != "--node-monitor-grace-period");
@@ -71,10 +59,6 @@ impl ApiServer {
 
     /// Stops the API server: it keeps its connections and answers nothing, until the guard is
     /// dropped, or for `at_most`, even if this process dies.
-    ///
-    /// # Panics
-    /// It can't be stopped.
-    #[must_use]
     pub fn stop(&self, at_most: Duration) -> Stopped {
         let pid = self.pid();
         let watchdog = format!("sleep {}; kill -CONT {pid}", at_most.as_secs());
@@ -86,19 +70,12 @@ impl ApiServer {
 
     /// Kills the API server, starts it again with the same arguments, and waits until it serves:
     /// its connections break.
-    ///
-    /// # Panics
-    /// It does not serve within a minute.
     pub fn restart(&self) {
         self.restart_with(&[]);
     }
 
     /// Enables the audit log, if it is not enabled yet: calls of service accounts, one JSON object
     /// per line. Returns the file.
-    ///
-    /// # Panics
-    /// The API server can't be restarted.
-    #[must_use]
     pub fn audit(&self) -> PathBuf {
         let log = self.dir.join("log/audit.log");
         if !arguments_of(self.pid()).iter().any(|argument| argument.starts_with("--audit-log-path"))

@@ -26,10 +26,6 @@ pub struct Call {
 
 /// The calls of masters in an audit log, oldest first: of service accounts named `elasticdl`, and
 /// of those of single jobs, `NAME-master`.
-///
-/// # Panics
-/// It can't be read.
-#[must_use]
 pub fn calls(log: &Path) -> Vec<Call> {
     let bytes = fs::read(log).unwrap_or_else(|e| panic!("{}: {e}", log.display()));
     // The last line may be incomplete, and end within a character.

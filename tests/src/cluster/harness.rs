@@ -6,7 +6,6 @@ use std::process::ExitCode;
 use libtest_mimic::{Arguments, Trial};
 
 /// Runs the tests, which are named by their paths in the executable, if `KUBECONFIG` is set.
-#[must_use]
 pub fn run_tests(tests: &[(&'static str, fn())]) -> ExitCode {
     let has_cluster = std::env::var_os("KUBECONFIG").is_some();
     let trial = |&(name, test): &(&'static str, fn())| {

@@ -21,7 +21,6 @@ pub struct Job<'a> {
 impl<'a> Job<'a> {
     /// Submits the job and follows it. A worker sleeps `micros_per_record` for each record, until
     /// [`Job::hurry`].
-    #[must_use]
     pub fn start(
         namespace: &'a Namespace,
         name: &str,
@@ -37,7 +36,6 @@ impl<'a> Job<'a> {
     }
 
     /// As [`Job::start`], with these options of the model.
-    #[must_use]
     pub fn start_program(
         namespace: &'a Namespace,
         name: &str,
@@ -51,35 +49,27 @@ impl<'a> Job<'a> {
     }
 
     /// The command that follows the job.
-    ///
-    /// # Panics
-    /// It has been waited for.
-    #[must_use]
     pub fn child(&self) -> &ChildOutput {
         self.child.as_ref().expect("not waited for")
     }
 
     /// The status in the job's anchor; a status without workers while there is none.
-    #[must_use]
     pub fn status(&self) -> Status {
         self.namespace.status(&self.name).unwrap_or_default()
     }
 
     /// The step in the job's anchor.
-    #[must_use]
     pub fn step(&self) -> u64 {
         self.status().step
     }
 
     /// Waits until the group has `members` members and has made a further step, and as many pods
     /// run; returns the pods.
-    #[must_use]
     pub fn wait_for_group(&self, members: usize) -> Vec<Value> {
         self.wait_for_pods(members, members)
     }
 
     /// As [`Job::wait_for_group`], in this number of pods.
-    #[must_use]
     pub fn wait_for_pods(&self, members: usize, count: usize) -> Vec<Value> {
         let before = self.step();
         self.wait_for(&format!("a group of {members} that trains"), || {
@@ -93,7 +83,6 @@ impl<'a> Job<'a> {
     }
 
     /// Waits until this number of workers trains, none of which is in a pod of `gone`.
-    #[must_use]
     pub fn wait_for_others(&self, members: usize, gone: &[Value]) -> Vec<Value> {
         self.wait_until_gone(gone);
         self.wait_for_group(members)
@@ -152,7 +141,6 @@ impl<'a> Job<'a> {
     }
 
     /// Launches whose pods the master created, in their order.
-    #[must_use]
     pub fn launches(&self) -> Vec<u64> {
         let log = self.namespace.master_log(&self.name);
         let created = log.lines().filter(|line| line.contains("worker pod created"));
@@ -164,10 +152,6 @@ impl<'a> Job<'a> {
     }
 
     /// Waits for the end of the command that follows the job, and returns its exit code and output.
-    ///
-    /// # Panics
-    /// It does not end.
-    #[must_use]
     pub fn wait(&mut self) -> (Option<i32>, String) {
         self.child.take().expect("not waited for").wait()
     }
@@ -175,9 +159,6 @@ impl<'a> Job<'a> {
     /// Hurries the job to its end, and asserts that each record of each epoch was counted once, and
     /// that deleting the job leaves no object behind. Returns the output of the command that
     /// followed it.
-    ///
-    /// # Panics
-    /// It was otherwise.
     pub fn assert_completes(mut self, epochs: u64) -> String {
         self.hurry();
         let (code, output) = self.wait();
@@ -189,9 +170,6 @@ impl<'a> Job<'a> {
     }
 
     /// Asserts that deleting the job leaves no object behind.
-    ///
-    /// # Panics
-    /// It was otherwise.
     pub fn assert_deletes(self) {
         let deleted =
             self.namespace.elasticdl("delete", [&self.name]).output().expect("the command starts");
@@ -213,19 +191,11 @@ impl<'a> Job<'a> {
 }
 
 /// The name of a pod.
-///
-/// # Panics
-/// It has none.
-#[must_use]
 pub fn name(pod: &Value) -> &str {
     pod["metadata"]["name"].as_str().expect("an object has a name")
 }
 
 /// The uid of a pod.
-///
-/// # Panics
-/// It has none.
-#[must_use]
 pub fn uid(pod: &Value) -> &str {
     pod["metadata"]["uid"].as_str().expect("an object has a uid")
 }

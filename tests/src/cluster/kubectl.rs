@@ -4,15 +4,11 @@ use std::io::Write as _;
 use std::process::{Command, Output, Stdio};
 
 /// `kubectl`, for the cluster that `$KUBECONFIG` names.
-#[must_use]
 pub fn kubectl() -> Command {
     Command::new("kubectl")
 }
 
 /// Runs a command that has to succeed.
-///
-/// # Panics
-/// It fails.
 pub fn must(command: &mut Command) -> Output {
     let output = command.output().expect("the command starts");
     assert!(output.status.success(), "{command:?}: {}", text(&output));
@@ -20,9 +16,6 @@ pub fn must(command: &mut Command) -> Output {
 }
 
 /// `kubectl apply` of a manifest.
-///
-/// # Panics
-/// It fails.
 pub(super) fn apply(manifest: &str, options: &[&str]) {
     let mut child = kubectl()
         .args(["apply", "-f", "-"])
@@ -40,7 +33,6 @@ pub(super) fn apply(manifest: &str, options: &[&str]) {
 }
 
 /// Standard output and standard error of a command.
-#[must_use]
 pub fn text(output: &Output) -> String {
     [&output.stdout, &output.stderr]
         .map(|bytes| String::from_utf8_lossy(bytes).into_owned())

@@ -27,10 +27,6 @@ pub struct Namespace {
 }
 
 /// A template of pods, in a file.
-///
-/// # Panics
-/// The file can't be written.
-#[must_use]
 pub fn pod_template(text: &str) -> NamedTempFile {
     let file = NamedTempFile::new().expect("there is room for a file");
     fs::write(file.path(), text).expect("there is room for a file");
@@ -39,10 +35,6 @@ pub fn pod_template(text: &str) -> NamedTempFile {
 
 impl Namespace {
     /// Creates a namespace.
-    ///
-    /// # Panics
-    /// The cluster does not work.
-    #[must_use]
     pub fn new(test: &str, elasticdl: impl Into<PathBuf>) -> Self {
         let name = format!("e2e-{test}-{}", std::process::id());
         must(kubectl().args(["create", "namespace", &name]));
@@ -50,10 +42,6 @@ impl Namespace {
     }
 
     /// An existing namespace; from now on it belongs to the test, which removes it.
-    ///
-    /// # Panics
-    /// A temporary folder can't be made.
-    #[must_use]
     pub fn existing(name: impl Into<String>, elasticdl: impl Into<PathBuf>) -> Self {
         let image = std::env::var("ELASTICDL_TEST_IMAGE");
         let image = image.unwrap_or_else(|_| "localhost/elasticdl-tests:dev".into());
@@ -65,17 +53,11 @@ impl Namespace {
     }
 
     /// Applies the RBAC manifest that users apply for the master's service account.
-    ///
-    /// # Panics
-    /// It can't be applied.
     pub fn apply_rbac(&self) {
         self.apply_shipped("rbac.yaml");
     }
 
     /// Applies a manifest of the folder `manifests` to the namespace.
-    ///
-    /// # Panics
-    /// It can't be applied.
     pub fn apply_shipped(&self, manifest: &str) {
         let root =
             Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("a crate lies in its workspace");
@@ -85,17 +67,11 @@ impl Namespace {
     }
 
     /// Runs `kubectl apply` in the namespace.
-    ///
-    /// # Panics
-    /// It fails.
     pub fn apply(&self, manifest: &str) {
         apply(manifest, &["--namespace", &self.name]);
     }
 
     /// Sets the namespace's quota of pods, and waits until it is in force.
-    ///
-    /// # Panics
-    /// It is not within two minutes.
     pub fn set_pod_quota(&self, pods: u32) {
         let kind = "apiVersion: v1\nkind: ResourceQuota\nmetadata: {name: pods}\n";
         self.apply(&format!("{kind}spec: {{hard: {{pods: {pods}}}}}\n"));
@@ -107,13 +83,11 @@ impl Namespace {
     }
 
     /// The namespace's name.
-    #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
     /// The command `elasticdl COMMAND ARGS --namespace NAME`.
-    #[must_use]
     pub fn elasticdl<A: AsRef<OsStr>>(
         &self,
         command: &str,
@@ -125,10 +99,6 @@ impl Namespace {
     }
 
     /// Runs `kubectl diff` in the namespace: it succeeds if applying the manifest changes nothing.
-    ///
-    /// # Panics
-    /// kubectl does not start.
-    #[must_use]
     pub fn diff(&self, manifest: &str) -> Output {
         let file = NamedTempFile::new().expect("there is room for a file");
         fs::write(file.path(), manifest).expect("there is room for a file");
@@ -137,25 +107,21 @@ impl Namespace {
     }
 
     /// The volume with the files that end the delay per record of jobs, as `--volume` has it.
-    #[must_use]
     pub fn signs(&self) -> String {
         format!("host_path={},mount_path=/signs,read_only=true", self.signs.path().display())
     }
 
     /// The image with the command and the model under test.
-    #[must_use]
     pub fn image(&self) -> &str {
         &self.image
     }
 
     /// The command `elasticdl train` of the counting model on the data of the test image.
-    #[must_use]
     pub fn train(&self, job: &str, options: &[&str], program: &[&str]) -> Command {
         self.submission("train", "--training-data", job, options, program)
     }
 
     /// The command `elasticdl evaluate` or `predict`, with the same model and data.
-    #[must_use]
     pub fn inference(
         &self,
         command: &str,
@@ -196,18 +162,11 @@ impl Namespace {
     }
 
     /// Ends the delay per record of the job's workers.
-    ///
-    /// # Panics
-    /// The file can't be written.
     pub fn hurry(&self, job: &str) {
         fs::write(self.signs.path().join(job), "").expect("there is room for a file");
     }
 
     /// Objects of a kind, as `kubectl get -o json` shows them.
-    ///
-    /// # Panics
-    /// kubectl fails.
-    #[must_use]
     pub fn get(&self, kind: &str, selector: &str) -> Vec<Value> {
         let output = must(kubectl().args([
             "--namespace",
@@ -224,13 +183,11 @@ impl Namespace {
     }
 
     /// All worker pods of the job.
-    #[must_use]
     pub fn workers(&self, job: &str) -> Vec<Value> {
         self.get("pods", &format!("elasticdl/job={job},elasticdl/role=worker"))
     }
 
     /// The worker pods of the job that run and are not being deleted.
-    #[must_use]
     pub fn running_workers(&self, job: &str) -> Vec<Value> {
         let mut pods = self.workers(job);
         pods.retain(|p| {
@@ -240,17 +197,11 @@ impl Namespace {
     }
 
     /// Runs `kubectl delete pod` with these options.
-    ///
-    /// # Panics
-    /// It fails.
     pub fn delete_pod(&self, name: &str, options: &[&str]) {
         must(kubectl().args(["--namespace", &self.name, "delete", "pod", name]).args(options));
     }
 
     /// Evicts a pod, as `kubectl drain` does.
-    ///
-    /// # Panics
-    /// The server refuses.
     pub fn evict(&self, pod: &str) {
         let eviction = format!(
             r#"{{"apiVersion": "policy/v1beta1", "kind": "Eviction",
@@ -264,7 +215,6 @@ impl Namespace {
     }
 
     /// The pod of the leading master, once it is ready.
-    #[must_use]
     pub fn leader(&self, job: &str) -> Option<Value> {
         let masters = self.get("pods", &format!("elasticdl/job={job},elasticdl/role=master"));
         let is_ready = |pod: &Value| {
@@ -277,19 +227,16 @@ impl Namespace {
     }
 
     /// The status in the job's anchor; `None` while there is none.
-    #[must_use]
     pub fn status(&self, job: &str) -> Option<Status> {
         self.anchor(job, "status")
     }
 
     /// The summary in the job's anchor; `None` until the job has ended.
-    #[must_use]
     pub fn summary(&self, job: &str) -> Option<Summary> {
         self.anchor(job, "summary")
     }
 
     /// Number of masters that have led the job; 0 before the first.
-    #[must_use]
     pub fn incarnation(&self, job: &str) -> u64 {
         self.anchor(job, "incarnation").unwrap_or(0)
     }
@@ -316,16 +263,12 @@ impl Namespace {
     }
 
     /// The whole log of the master.
-    #[must_use]
     pub fn master_log(&self, job: &str) -> String {
         let output = self.elasticdl("logs", [job]).output().expect("the command under test starts");
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
     /// Kills the program in a worker's container from the node.
-    ///
-    /// # Panics
-    /// It is not found on this machine, which is the node.
     pub fn kill_inside(&self, pod: &Value) {
         let pid = Self::process_inside(pod, "counting")
             .expect("the worker's program runs on this machine");
@@ -334,19 +277,11 @@ impl Namespace {
 
     /// Process id, on this machine, which is the node, of the first process with this name in a
     /// pod's containers.
-    ///
-    /// # Panics
-    /// The processes of this machine can't be read.
-    #[must_use]
     pub fn process_inside(pod: &Value, command: &str) -> Option<u32> {
         Self::processes_inside(pod, command).first().copied()
     }
 
     /// Process ids of all of them, in the order of their starts.
-    ///
-    /// # Panics
-    /// The processes of this machine can't be read.
-    #[must_use]
     pub fn processes_inside(pod: &Value, command: &str) -> Vec<u32> {
         let uid = super::uid(pod);
         let is_inside = |pid: &u32| {
@@ -362,9 +297,6 @@ impl Namespace {
     }
 
     /// Waits until `poll` returns a value.
-    ///
-    /// # Panics
-    /// It does not within two minutes.
     pub fn wait_for<T>(&self, job: &str, what: &str, mut poll: impl FnMut() -> Option<T>) -> T {
         let deadline = Instant::now() + Duration::from_secs(120);
         loop {
@@ -389,7 +321,6 @@ impl Namespace {
 
     /// Kind and name of every object that elasticdl has created in the namespace and that still
     /// exists.
-    #[must_use]
     pub fn leftovers(&self) -> Vec<String> {
         let selector = "app.kubernetes.io/managed-by=elasticdl";
         let kinds = [

@@ -16,7 +16,6 @@ pub struct Peer<'a> {
 }
 
 /// Returns whether the policies of a namespace allow a TCP connection between two peers.
-#[must_use]
 pub fn allows(policies: &[Value], from: Peer<'_>, to: Peer<'_>, port: u16) -> bool {
     let is_allowed = |subject: Peer<'_>, other: Peer<'_>, direction: [&str; 3]| {
         let [kind, rules, peers] = direction;
@@ -68,8 +67,6 @@ fn selects(selector: &Value, labels: &Value) -> bool {
     wanted.into_iter().all(|(key, value)| labels[key] == *value)
 }
 
-/// # Panics
-/// The text is not in CIDR notation.
 fn contains(cidr: &str, address: IpAddr) -> bool {
     let (network, length) = cidr.split_once('/').expect("CIDR has a length");
     let length: u32 = length.parse().expect("CIDR has a length");

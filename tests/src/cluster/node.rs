@@ -12,10 +12,6 @@ pub struct Node {
 
 impl Node {
     /// The cluster's only node.
-    ///
-    /// # Panics
-    /// There are others.
-    #[must_use]
     pub fn only() -> Self {
         let nodes = items(&["get", "nodes"]);
         assert_eq!(nodes.len(), 1, "these tests need a cluster with one node");
@@ -27,20 +23,12 @@ impl Node {
     }
 
     /// Cordons the node: no new pods are scheduled on it for as long as the guard lives.
-    ///
-    /// # Panics
-    /// kubectl fails.
-    #[must_use]
     pub fn cordon(&self) -> Cordoned<'_> {
         must(kubectl().args(["cordon", &self.name]));
         Cordoned { node: self }
     }
 
     /// Runs `kubectl drain` on the pods with these labels: cordons the node and evicts them.
-    ///
-    /// # Panics
-    /// kubectl fails, or they are not gone within a minute.
-    #[must_use]
     pub fn drain(&self, selector: &str) -> Cordoned<'_> {
         let cordoned = self.cordon();
         must(kubectl().args(["drain", &self.name, "--pod-selector", selector]).args([
@@ -52,10 +40,6 @@ impl Node {
     }
 
     /// The CPU that no pod on the node requests, in thousandths.
-    ///
-    /// # Panics
-    /// kubectl fails.
-    #[must_use]
     pub fn free_cpu_millis(&self) -> u64 {
         let node = items(&["get", "nodes"]);
         let allocatable = millis(&node[0]["status"]["allocatable"]["cpu"]);
@@ -90,10 +74,6 @@ pub struct PriorityClass {
 
 impl PriorityClass {
     /// Creates a PriorityClass.
-    ///
-    /// # Panics
-    /// kubectl fails.
-    #[must_use]
     pub fn new(name: String, value: i32) -> Self {
         let value = format!("--value={value}");
         must(kubectl().args(["create", "priorityclass", &name, &value]));
@@ -101,7 +81,6 @@ impl PriorityClass {
     }
 
     /// Its name.
-    #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }

@@ -19,10 +19,6 @@ pub struct PodWatch {
 
 impl PodWatch {
     /// Watches the pods for as long as this value lives.
-    ///
-    /// # Panics
-    /// kubectl can't be started.
-    #[must_use]
     pub fn watch(namespace: &Namespace) -> Self {
         let mut kubectl = kubectl()
             .args(["--namespace", namespace.name(), "get", "pods", "--watch", "-o", "json"])
@@ -48,7 +44,6 @@ impl PodWatch {
 
     /// Times at which pods whose names begin with `prefix` were first observed in a phase, earliest
     /// first.
-    #[must_use]
     pub fn times(&self, prefix: &str, phase: &str) -> Vec<Duration> {
         let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         let these = seen.iter().filter(|((name, p), _)| name.starts_with(prefix) && p == phase);
@@ -66,10 +61,6 @@ impl Drop for PodWatch {
 }
 
 /// The time of the day, UTC.
-///
-/// # Panics
-/// The clock is before 1970.
-#[must_use]
 pub fn since_midnight(time: SystemTime) -> Duration {
     let time = time.duration_since(SystemTime::UNIX_EPOCH).expect("it is after 1970");
     Duration::from_nanos((time.as_nanos() % 86_400_000_000_000) as u64)
@@ -77,10 +68,6 @@ pub fn since_midnight(time: SystemTime) -> Duration {
 
 /// Time of the first line in a pod's log that contains `words`, by the clock of its container
 /// runtime, as time since midnight, UTC.
-///
-/// # Panics
-/// kubectl fails.
-#[must_use]
 pub fn time_of_line(namespace: &Namespace, pod: &str, words: &str) -> Option<Duration> {
     let output =
         must(kubectl().args(["--namespace", namespace.name(), "logs", "--timestamps", pod]));

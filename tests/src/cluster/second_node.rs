@@ -14,27 +14,20 @@ pub struct SecondNode {
 }
 
 impl SecondNode {
-    /// Adds the node, with the images of the first one, and waits until it takes pods.
-    ///
-    /// # Panics
-    /// It can't be added: see `.ci/second-node`.
-    #[must_use]
+    /// Adds the node by `.ci/second-node`, with the images of the first one, and waits until it
+    /// takes pods.
     pub fn add() -> Self {
         run("start");
         Self { node: Node::named("node-1") }
     }
 
     /// The node.
-    #[must_use]
     pub fn node(&self) -> &Node {
         &self.node
     }
 
     /// Cuts the node off: its kubelet stands still, and no packet of its pods is delivered. Their
     /// processes run on.
-    ///
-    /// # Panics
-    /// See `.ci/second-node`.
     pub fn lose(&self) {
         run("lose");
     }

@@ -61,10 +61,6 @@ pub struct Observed {
 
 impl Network {
     /// Observes the packets between the hosts from now on, and looks for `patterns` in each.
-    ///
-    /// # Panics
-    /// The machine refuses what a machine with network namespaces allows.
-    #[must_use]
     pub fn capture(&self, patterns: Vec<Vec<u8>>) -> Capture {
         let hub = File::open(format!("/run/netns/{}", self.namespace("hub")))
             .expect("the hub's namespace exists");
@@ -118,10 +114,6 @@ impl Observed {
 
 impl Capture {
     /// Ends the observation.
-    ///
-    /// # Panics
-    /// The observer has failed.
-    #[must_use]
     pub fn finish(self) -> Observed {
         self.ended.store(true, Ordering::Relaxed);
         self.thread.join().expect("the observer does not fail")

@@ -65,9 +65,6 @@ pub struct Found {
 }
 
 /// Searches all runs within the bounds.
-///
-/// # Panics
-/// If the simulation itself panics outside a run.
 pub fn explore(bounds: &Bounds) -> Found {
     let started = Instant::now();
     let search = Search {

@@ -20,9 +20,6 @@ pub struct Many {
 
 /// Runs `seeds` on `threads` threads, until `failures_max` failures are found or `time` has passed.
 /// `report` gets the number of seeds that have begun, once in 10,000, and the failures until then.
-///
-/// # Panics
-/// If the simulation itself panics outside a run.
 pub fn run_many(
     seeds: Range<u64>,
     threads: NonZero<usize>,

@@ -79,9 +79,6 @@ use trace::Trace;
 use world::World;
 
 /// Runs the job that `seed` draws, through its faults, to its end.
-///
-/// # Errors
-/// The violation that was found, with the run's trace.
 pub fn run(seed: u64) -> Result<Coverage, Box<Failure>> {
     let (outcome, _) = live(seed, Trace::new(false));
     match outcome {

@@ -101,10 +101,8 @@ impl World {
         link
     }
 
-    /// Requests the state once the donor's kernel has answered, until the time `until`.
-    ///
-    /// # Errors
-    /// The link's; `None` if there is no answer in time.
+    /// Requests the state once the donor's kernel has answered. `Err(None)`: it has not until the
+    /// time `until`.
     pub(super) fn dialled_donor(
         &mut self,
         p: usize,
@@ -132,9 +130,6 @@ impl World {
     }
 
     /// The donor's next message; `Ok(None)` if messages of the master wait meanwhile.
-    ///
-    /// # Errors
-    /// The link's.
     pub(super) fn next_state_message(
         &mut self,
         p: usize,

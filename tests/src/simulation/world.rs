@@ -86,9 +86,6 @@ impl World {
     }
 
     /// Runs the job to its end.
-    ///
-    /// # Errors
-    /// The violation that was found.
     pub(super) fn run(&mut self) -> Result<Coverage, String> {
         self.begin();
         while self.master.outcome.is_none() {
@@ -108,9 +105,6 @@ impl World {
     }
 
     /// Handles the next event. Returns whether the run goes on.
-    ///
-    /// # Errors
-    /// The violation that was found.
     pub(super) fn step(&mut self) -> Result<bool, String> {
         let event = self.clock.next().ok_or("no event is scheduled")?;
         self.events += 1;
