@@ -187,6 +187,27 @@ impl CompleteCheckpoint {
     }
 }
 
+/// Why something is not known of a job's records.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LineageError {
+    /// No record has this name, or several files have it: name another one.
+    #[error("{0}")]
+    NoSuchRecord(String),
+    /// The job trains no records.
+    #[error("the job trains no records: it evaluates a model, or predicts")]
+    NotTraining,
+    /// No order is recorded. A worker reports it once it has looked at the data.
+    #[error(
+        "the order of the job's records is not known: no worker has reported it yet, or the job is \
+         of an older release"
+    )]
+    OrderUnknown,
+    /// The steps do not follow from what is recorded, for this reason.
+    #[error("the steps are not known: {0}")]
+    StepsUnknown(&'static str),
+}
+
 impl JobFacts {
     /// What is known of the job `record`, which has its list of files; `None` if no worker has
     /// described its data.
@@ -205,11 +226,11 @@ impl JobFacts {
     /// When the record was trained, or will be.
     ///
     /// # Errors
-    /// There is no such record, or what the order depends on is not known; for the user.
-    pub fn lineage(&self, record: &RecordName) -> Result<Lineage, String> {
+    /// [`LineageError`].
+    pub fn lineage(&self, record: &RecordName) -> Result<Lineage, LineageError> {
         let Self { spec, progress, .. } = self;
         if !spec.work.trains() {
-            return Err("the job trains no records: it evaluates a model, or predicts".into());
+            return Err(LineageError::NotTraining);
         }
         let order = self.order_name()?;
         let counts: Vec<u64> = self.files.iter().map(|file| file.records).collect();
@@ -239,12 +260,11 @@ impl JobFacts {
     /// The division of the records into steps.
     ///
     /// # Errors
-    /// Why it is not known, as a sentence.
-    pub fn steps(&self) -> Result<Steps, String> {
-        let begun = self.begun.ok_or(
-            "the steps are not known: the job began with a checkpoint, and how many records that \
-             contained is not recorded",
-        )?;
+    /// [`LineageError::StepsUnknown`].
+    pub fn steps(&self) -> Result<Steps, LineageError> {
+        let begun = self.begun.ok_or(LineageError::StepsUnknown(
+            "the job began with a checkpoint, and how many records that contained is not recorded",
+        ))?;
         let batch = match (self.spec.batch, &*self.progress.memberships) {
             (Batch::Global(records), _) => records.get(),
             (Batch::PerWorker(records), [only]) if only.cause == Cause::Start => {
@@ -252,11 +272,10 @@ impl JobFacts {
                 records.get() * u64::from(workers.max(1))
             }
             (Batch::PerWorker(_), _) => {
-                return Err(
-                    "the steps are not known: with --minibatch-size the records of a step \
-                            depend on the number of workers, which has changed"
-                        .into(),
-                );
+                return Err(LineageError::StepsUnknown(
+                    "with --minibatch-size the records of a step depend on the number of workers, \
+                     which has changed",
+                ));
             }
         };
         Ok(Steps::new(begun, self.files.records(), batch))
@@ -273,30 +292,26 @@ impl JobFacts {
     /// The order of the records.
     ///
     /// # Errors
-    /// It is not known; for the user.
-    pub fn order(&self) -> Result<Order, String> {
+    /// [`LineageError::OrderUnknown`].
+    pub fn order(&self) -> Result<Order, LineageError> {
         let counts: Vec<u64> = self.files.iter().map(|file| file.records).collect();
         Ok(Order::named(self.order_name()?, &counts))
     }
 
-    fn order_name(&self) -> Result<OrderName, String> {
-        self.order.ok_or_else(|| {
-            "the order of the job's records is not known: no worker has reported it yet, or the \
-             job is of an older release"
-                .into()
-        })
+    fn order_name(&self) -> Result<OrderName, LineageError> {
+        self.order.ok_or(LineageError::OrderUnknown)
     }
 
-    fn find(&self, record: &RecordName, counts: &[u64]) -> Result<Found, String> {
+    fn find(&self, record: &RecordName, counts: &[u64]) -> Result<Found, LineageError> {
         let split = self.spec.validation.as_ref().and_then(|validation| validation.split);
         let split = split.map(|thousandths| Split::new(thousandths, self.spec.seed));
         let (file, in_file) = match record {
             RecordName::InFile { file, record } => (self.file_named(file)?, *record),
             RecordName::Number(number) if split.is_some() && counts.len() > 1 => {
-                return Err(format!(
+                return Err(LineageError::NoSuchRecord(format!(
                     "the job has --validation-split, so records are numbered within their files: \
                      give FILE:{number}"
-                ));
+                )));
             }
             RecordName::Number(number) => self.file_of(*number, counts)?,
         };
@@ -310,14 +325,16 @@ impl JobFacts {
             (DataPart::Training, _) => {
                 let what = if split.is_some() { "training records" } else { "records" };
                 let (path, count) = (&listed.path, counts[file]);
-                return Err(format!("{path} has {count} {what}, and no record {in_file}"));
+                return Err(LineageError::NoSuchRecord(format!(
+                    "{path} has {count} {what}, and no record {in_file}"
+                )));
             }
         };
         Ok(Found { file: listed.path, in_file, trained })
     }
 
     /// The file that holds the record of this number, and the record's number in it.
-    fn file_of(&self, number: u64, counts: &[u64]) -> Result<(usize, u64), String> {
+    fn file_of(&self, number: u64, counts: &[u64]) -> Result<(usize, u64), LineageError> {
         let mut first = 0;
         for (file, count) in counts.iter().enumerate() {
             // The last records of a single file may be validation data.
@@ -326,11 +343,14 @@ impl JobFacts {
             }
             first += count;
         }
-        Err(format!("the data set has {first} records, 0 to {}", first.saturating_sub(1)))
+        Err(LineageError::NoSuchRecord(format!(
+            "the data set has {first} records, 0 to {}",
+            first.saturating_sub(1)
+        )))
     }
 
     /// The file whose path ends with `name`.
-    fn file_named(&self, name: &str) -> Result<usize, String> {
+    fn file_named(&self, name: &str) -> Result<usize, LineageError> {
         let is_named = |path: &str| {
             path.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('/'))
         };
@@ -341,13 +361,13 @@ impl JobFacts {
             [] => {
                 let first = self.files.iter().next().map(|file| file.path).unwrap_or_default();
                 let count = self.files.len();
-                Err(format!(
+                Err(LineageError::NoSuchRecord(format!(
                     "none of the job's {count} files is named {name}; the first is {first}"
-                ))
+                )))
             }
-            [(_, one), (_, other), ..] => {
-                Err(format!("{name} names several files, as {one} and {other}; give more of it"))
-            }
+            [(_, one), (_, other), ..] => Err(LineageError::NoSuchRecord(format!(
+                "{name} names several files, as {one} and {other}; give more of it"
+            ))),
         }
     }
 
@@ -430,7 +450,7 @@ impl JobFacts {
         if !lineage.epochs.is_empty()
             && let Err(why) = self.steps()
         {
-            notes.push(why);
+            notes.push(why.to_string());
         } else if trained.iter().any(|row| row.workers.is_none()) {
             notes.push(
                 "of some steps the workers are not known: the job's older memberships are not kept"

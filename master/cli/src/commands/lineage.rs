@@ -1,7 +1,7 @@
 //! `elasticdl lineage`: when a record was trained, and by whom.
 
 use clap::Args;
-use elasticdl_master::lineage::RecordName;
+use elasticdl_master::lineage::{LineageError, RecordName};
 
 use crate::backend::NamedJob;
 use crate::process::{Failure, print};
@@ -54,8 +54,15 @@ Exit codes:
 /// Prints when a record was trained. Returns the exit code.
 pub(super) fn lineage(args: &LineageArgs) -> Result<u8, Failure> {
     let facts = args.job.find()?.facts()?;
-    let lineage = facts.lineage(&args.record).map_err(Failure::usage)?;
+    let lineage = facts.lineage(&args.record).map_err(|error| failure(&error))?;
     print(&if args.json { lineage_to_json(&lineage) } else { lineage_to_table(&lineage) })
+}
+
+fn failure(error: &LineageError) -> Failure {
+    match error {
+        LineageError::OrderUnknown => Failure::failed(error.to_string()),
+        _ => Failure::usage(error.to_string()),
+    }
 }
 
 fn parse_record(text: &str) -> Result<RecordName, String> {
@@ -73,6 +80,13 @@ fn parse_record(text: &str) -> Result<RecordName, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::process::{EXIT_FAILED, EXIT_USAGE};
+
+    #[test]
+    fn what_is_not_recorded_yet_is_no_error_of_the_command_line() {
+        assert_eq!(failure(&LineageError::OrderUnknown).code, EXIT_FAILED);
+        assert_eq!(failure(&LineageError::NoSuchRecord("none".into())).code, EXIT_USAGE);
+    }
 
     #[test]
     fn a_record_is_named_by_its_number_or_by_its_file() {

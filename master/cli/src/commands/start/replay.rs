@@ -5,6 +5,7 @@
 //!
 //! **Invariant:** nothing that the job has written is changed, and nothing is exported.
 
+use std::fmt::Display;
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
@@ -167,13 +168,13 @@ fn loss_of(ended: &Summary, step: u64) -> Result<f64, Failure> {
 /// The records of step `step`, by the record of the job in `dir`.
 fn records_of(dir: &JobDir, ended: Summary, step: u64) -> Result<(StepRecords, Vec<u64>), Failure> {
     let record = jobdir::read_record(dir.path()).map_err(|e| Failure::failed(e.to_string()))?;
-    let unknown = |why: String| Failure::failed(format!("the records of step {step}: {why}"));
+    let unknown = |why: &dyn Display| Failure::failed(format!("the records of step {step}: {why}"));
     let facts = JobFacts::of_record(&record, ended.into())
-        .ok_or_else(|| unknown("the job has no data".into()))?;
-    let steps = facts.steps().map_err(unknown)?;
-    let found = steps.records_of(step).ok_or_else(|| unknown("it is no step".into()))?;
+        .ok_or_else(|| unknown(&"the job has no data"))?;
+    let steps = facts.steps().map_err(|error| unknown(&error))?;
+    let found = steps.records_of(step).ok_or_else(|| unknown(&"it is no step"))?;
     let StepRecords { epoch, start, end, .. } = found;
-    let order = facts.order().map_err(unknown)?;
+    let order = facts.order().map_err(|error| unknown(&error))?;
     Ok((found, order.records(RecordRange { epoch, start, end })))
 }
 
