@@ -134,6 +134,9 @@ class Divided(Iterable[_Batch]):
     def __iter__(self) -> Iterator[_Batch]: ...
 
 class Optimizer(torch.optim.Optimizer):
+    defaults: dict[str, Any]
+    param_groups: list[dict[str, Any]]
+    state: Any
     # Returns a bool. The base class declares what has no other subclass than Any.
     def step(self, loss: Any = None, *, weight: SupportsFloat | None = None) -> Any: ...
 

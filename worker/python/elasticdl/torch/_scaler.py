@@ -58,7 +58,7 @@ class Scaler:
         """Takes the scale over from a state."""
         self._scale, self._growth_tracker = state["scale"], state["growth_tracker"]
 
-    def commit(self, overflows):
+    def _commit(self, overflows):
         """Adapts the scale to a step. ``overflows``: whether a gradient was not finite."""
         if overflows:
             self._scale *= self._backoff_factor

@@ -315,7 +315,7 @@ class Training:
         else:
             self._apply(sums, records, means, tally)
         if scaler is not None:
-            scaler.commit(left_out)
+            scaler._commit(left_out)
         with torch.enable_grad():
             with self._schedules.called_by("functions"):
                 objects.commit()
