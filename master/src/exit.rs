@@ -22,7 +22,6 @@ impl Failure {
     }
 
     /// A failure of a master that finds the objects of its job missing or damaged.
-    #[must_use]
     pub(crate) fn damaged(text: impl Into<String>) -> Self {
         Self { code: EXIT_DAMAGED, text: text.into() }
     }

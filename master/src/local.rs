@@ -93,13 +93,11 @@ impl Launcher {
     }
 
     /// Starts workers from `copy` when the file at the program's path has been replaced.
-    #[must_use]
     pub(crate) fn with_copy(self, copy: Option<ProgramCopy>) -> Self {
         Self { copy, ..self }
     }
 
     /// Divides the cores of this machine among `workers` workers: each computes with its share.
-    #[must_use]
     pub(crate) fn sharing_cores(self, workers: u32) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Self { threads: share_of(cores, workers), ..self }

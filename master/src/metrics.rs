@@ -24,7 +24,6 @@ pub(crate) use server::{HEALTH, READY, Ready, serve};
 use crate::job::{End, Histogram, Recoveries, Snapshot};
 
 /// The snapshot in the OpenMetrics text format.
-#[must_use]
 pub(crate) fn to_text(snapshot: &Snapshot) -> String {
     let labels = [("training_job".into(), snapshot.status.job.clone().into())];
     let mut registry = Registry::with_prefix_and_labels("elasticdl", labels.into_iter());
@@ -36,7 +35,6 @@ pub(crate) fn to_text(snapshot: &Snapshot) -> String {
 
 /// The snapshot in the older text format of Prometheus, version 0.0.4: counters are declared with
 /// their suffix, and there is no end mark.
-#[must_use]
 pub(crate) fn to_plain_text(snapshot: &Snapshot) -> String {
     let page = to_text(snapshot);
     let counters: BTreeSet<&str> = page

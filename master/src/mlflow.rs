@@ -46,7 +46,6 @@ impl Tracking {
     }
 
     /// Adds parameters of the run.
-    #[must_use]
     pub(crate) fn with_parameters(self, parameters: Vec<(String, String)>) -> Self {
         Self { parameters, ..self }
     }

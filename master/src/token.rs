@@ -26,7 +26,6 @@ impl Token {
 
     /// Parses the output of [`Token::to_hex`], ignoring surrounding white space. `None` for any
     /// other text.
-    #[must_use]
     pub(crate) fn from_hex(text: &str) -> Option<Self> {
         let digits = text.trim().as_bytes();
         if digits.len() != 2 * BYTES {
@@ -40,14 +39,12 @@ impl Token {
     }
 
     /// The token as 64 lower-case hexadecimal digits.
-    #[must_use]
     pub(crate) fn to_hex(&self) -> String {
         self.0.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
     /// Public id of the run that the token was drawn for, the same for all its masters. The token
     /// cannot be found from it: it is a SHA-1 digest (UUID version 5).
-    #[must_use]
     pub(crate) fn run_id(&self) -> Uuid {
         Uuid::new_v5(&RUNS, &self.0)
     }
@@ -68,7 +65,6 @@ impl Token {
 
     /// Whether `authorization` (`Bearer <hex>`) contains this token. The comparison takes constant
     /// time.
-    #[must_use]
     pub(crate) fn authorizes(&self, authorization: &[u8]) -> bool {
         let Some(digits) = authorization.strip_prefix(SCHEME.as_bytes()) else {
             return false;

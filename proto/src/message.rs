@@ -328,7 +328,7 @@ impl StepTimes {
 }
 
 /// A group's final state.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finished {
     /// The group's generation.
     pub generation: Generation,

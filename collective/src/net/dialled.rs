@@ -72,9 +72,6 @@ impl DialledLink {
     }
 
     /// Reads what has arrived. Never blocks.
-    ///
-    /// # Errors
-    /// [`DialledError`].
     pub(crate) fn advance(mut self) -> Result<Handshake, DialledError> {
         while self.read < ANSWER_BYTES {
             match (&self.socket).read(&mut self.answer[self.read..]) {

@@ -63,7 +63,6 @@ impl Job {
     }
 
     /// Sets the id of the run, which the status and the summary report. It is nil until then.
-    #[must_use]
     pub(crate) fn with_run_id(self, run_id: Uuid) -> Self {
         Self { run_id, ..self }
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use elasticdl_proto::{Cause, FailedShard, FileList, Generation, MembershipChange, WorkerId};
 
 use super::action::{Membership, Outcome};
-use super::event::{Evaluated, Finished, LaunchId, LedgerReport};
+use super::event::{Evaluated, Finished, LaunchId};
 use super::group::generation::Group;
 use super::job::Job;
 use super::lifecycle::state::Phase;
@@ -105,15 +105,12 @@ pub(crate) fn largest() -> Job {
         generation: Generation(u64::MAX / 4),
         step: u64::MAX / 4,
         digest: u64::MAX,
-        ledger: LedgerReport::default(),
         records_trained: u64::MAX / 4,
         stopped_early: true,
         summary: Some("\u{1}".repeat(64 << 10)),
-        failure: None,
-        suspended: false,
         steps_skipped: u64::MAX / 4,
         exported: true,
-        row_touches: None,
+        ..Finished::default()
     };
     job.reporting.restore_ending(Some("\u{1}".repeat(4096)), Some(report));
     job.lifecycle.set_phase(Phase::Ending(Outcome::Failed));

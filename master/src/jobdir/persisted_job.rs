@@ -166,7 +166,6 @@ impl JobDir {
     }
 
     /// Returns the file with the state of the job's core.
-    #[must_use]
     pub(crate) fn persisted_job_file(&self) -> PersistedJobFile {
         let record = RecordFile::new(self.root.join(RECORD), self.root.join(SPARE));
         let guard = Guard::new(&self.root);
@@ -174,7 +173,6 @@ impl JobDir {
     }
 
     /// Path of the file in which started processes are noted.
-    #[must_use]
     pub(crate) fn processes_path(&self) -> PathBuf {
         self.root.join(PROCESSES)
     }

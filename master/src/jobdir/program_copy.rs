@@ -47,7 +47,6 @@ pub(crate) enum ProgramSource<'a> {
 impl ProgramCopy {
     /// Links or copies the file of `program` to `path`. `None` if that fails, or if the program is
     /// not a binary: a script may find other files by its own path.
-    #[must_use]
     pub(crate) fn make(program: &Path, path: PathBuf) -> Option<Self> {
         match Self::try_make(program, path) {
             Ok(copy) => copy,

@@ -186,9 +186,6 @@ impl AnchorWriter {
     }
 
     /// Sets some keys if this master is still the job's newest. The other keys keep their values.
-    ///
-    /// # Errors
-    /// [`WriteError`].
     pub(crate) async fn write(&self, data: &Data) -> Result<(), WriteError> {
         let mut operations = vec![json!({
             "op": "test",
@@ -216,9 +213,6 @@ impl AnchorWriter {
 
     /// Writes this master's incarnation again, which a user has edited. Only for a master that
     /// holds the Lease.
-    ///
-    /// # Errors
-    /// [`WriteError`].
     pub(super) async fn restore_incarnation(&self) -> Result<(), WriteError> {
         let operation = json!([{
             "op": "add",
@@ -428,7 +422,6 @@ pub(crate) struct WriteThrottle {
 
 impl WriteThrottle {
     /// Returns when a status is to be written whose events have the digest `digest`.
-    #[must_use]
     pub(crate) fn due(&self, now: Instant, digest: u64) -> Instant {
         match self.written {
             None => now,

@@ -45,9 +45,6 @@ pub(crate) enum LoadError {
 }
 
 /// Stores `list` for the job's next masters.
-///
-/// # Errors
-/// [`WriteError`].
 pub(super) async fn store(writer: &AnchorWriter, list: &FileList) -> Result<(), WriteError> {
     let packed = list.packed();
     let location = if packed.len() <= WHOLE_BYTES_MAX {
@@ -66,9 +63,6 @@ pub(super) async fn store(writer: &AnchorWriter, list: &FileList) -> Result<(), 
 }
 
 /// Loads the list of job `job`, whose anchor has this uid and data, and checks it against `mark`.
-///
-/// # Errors
-/// [`LoadError`].
 pub(crate) async fn load(
     anchor: &Anchor,
     (job, uid): (&str, &str),

@@ -63,7 +63,6 @@ pub(crate) struct GroupApi {
 
 impl GangScheduler {
     /// The API of its PodGroups. `None`: it has none.
-    #[must_use]
     pub(crate) fn group_api(self) -> Option<GroupApi> {
         let (group, versions): (_, &[&str]) = match self {
             Self::Kueue => return None,
@@ -90,7 +89,6 @@ impl GangScheduler {
     }
 
     /// `schedulerName` of its pods. `None`: that of the cluster.
-    #[must_use]
     pub(crate) fn scheduler_name(self) -> Option<&'static str> {
         (self == Self::Volcano).then_some("volcano")
     }
@@ -126,7 +124,6 @@ impl GangOptions {
     }
 
     /// Whether a pod of the core, or another one, belongs to a gang.
-    #[must_use]
     pub(crate) fn has_gang(&self, is_core: bool) -> bool {
         match self.scheduler {
             GangScheduler::Volcano => true,
@@ -137,7 +134,6 @@ impl GangOptions {
 
     /// The number of pods that a gang never exceeds; `None`: any number. Kueue deletes excess pods,
     /// and counts a pod until it has failed or its object is gone.
-    #[must_use]
     pub(crate) fn gang_pods_max(&self) -> Option<u32> {
         (self.scheduler == GangScheduler::Kueue).then_some(self.core_pods)
     }
@@ -180,7 +176,6 @@ impl GangOptions {
     ///
     /// # Panics
     /// Never: a pod's keys are strings.
-    #[must_use]
     pub(crate) fn pod_to_json(&self, pod: &Pod) -> Value {
         let mut json = serde_json::to_value(pod).expect("a pod's keys are strings");
         if let (GangScheduler::Native, Some(gang)) = (self.scheduler, gang_of(pod)) {
@@ -191,13 +186,11 @@ impl GangOptions {
 }
 
 /// The gang of a pod.
-#[must_use]
 pub(crate) fn gang_of(pod: &Pod) -> Option<&str> {
     pod.metadata.labels.as_ref()?.get(GANG_LABEL).map(String::as_str)
 }
 
 /// The name of the gang whose first pod is that of `launch`. It has at most 62 characters.
-#[must_use]
 pub(crate) fn gang_name(job: &str, launch: LaunchId) -> String {
     format!("{job}-g{}", launch.0)
 }

@@ -222,7 +222,6 @@ pub fn master_dns_names(job: &str, namespace: &str) -> [String; 2] {
 
 /// Builds the pod of `launch` in `slot` from `template`; `master` is the master's address. For a
 /// pod of several workers, launch and slot are those of the first.
-#[must_use]
 pub(crate) fn worker_pod(
     template: &Pod,
     launch: LaunchId,

@@ -60,7 +60,6 @@ impl PriorityTiers {
 
     /// Returns the class of the worker in slot `slot` (from 0) of a job with a minimum of
     /// `min_workers`.
-    #[must_use]
     pub(crate) fn class(&self, slot: u32, min_workers: u32) -> &str {
         if slot < min_workers {
             return &self.core;
@@ -76,7 +75,6 @@ impl PriorityTiers {
     /// Returns the tiers to use in a cluster that has no class `missing`: the core and the lowest
     /// tier, or `None`. Without a class for the core, tiers are of no use: no other worker could
     /// have a lower priority.
-    #[must_use]
     pub(crate) fn without(&self, missing: &str) -> Option<Self> {
         let last = self.tiers.last().filter(|last| *last != missing)?;
         (self.core != missing && self.tiers.len() > 1)
@@ -85,7 +83,6 @@ impl PriorityTiers {
 }
 
 /// Returns the class that the server reports as missing.
-#[must_use]
 pub(crate) fn missing_class(message: &str) -> Option<&str> {
     message
         .split_once("no PriorityClass with name ")?

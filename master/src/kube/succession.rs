@@ -156,7 +156,6 @@ async fn create_if_missing(
 }
 
 /// Returns why a Job has failed, or is about to. `None`: it has not failed.
-#[must_use]
 pub(crate) fn failure_of(job: &Job) -> Option<String> {
     let mut conditions = job.status.as_ref()?.conditions.iter().flatten();
     let failed = conditions

@@ -112,7 +112,6 @@ pub(crate) enum Cause {
 }
 
 /// Classifies a pod by its object.
-#[must_use]
 pub(crate) fn classify(pod: &Pod) -> Verdict {
     let nothing = PodStatus::default();
     let status = pod.status.as_ref().unwrap_or(&nothing);
@@ -179,7 +178,6 @@ pub(super) fn reclaim_cause(cause: Cause) -> ReclaimCause {
 
 /// Returns whether another container of the pod runs although the worker's has ended. Such a pod
 /// does not end by itself.
-#[must_use]
 pub(crate) fn has_running_sidecar(pod: &Pod) -> bool {
     let Some(status) = &pod.status else { return false };
     let own_has_ended = container(status).is_some_and(|state| state.terminated.is_some());
@@ -190,7 +188,6 @@ pub(crate) fn has_running_sidecar(pod: &Pod) -> bool {
 /// Returns whether the cluster may still report why a pod's container ended. The kubelet of newer
 /// servers ends an evicted pod by SIGTERM, and may report the end of the container before the
 /// eviction.
-#[must_use]
 pub(crate) fn may_be_explained(pod: &Pod, end: &End) -> bool {
     let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
     let is_open = !matches!(phase, Some("Failed" | "Succeeded"));
@@ -202,7 +199,6 @@ pub(crate) fn may_be_explained(pod: &Pod, end: &End) -> bool {
 
 /// Returns whether a pod's processes have certainly ended: the end of its container was observed. A
 /// phase alone can be set by a controller for a node that is unreachable.
-#[must_use]
 pub(crate) fn has_terminated(pod: &Pod) -> bool {
     let Some(status) = &pod.status else { return false };
     let ended = container(status).and_then(|state| state.terminated.as_ref());
@@ -211,7 +207,6 @@ pub(crate) fn has_terminated(pod: &Pod) -> bool {
 }
 
 /// The end of a pod whose object was removed without an explanation.
-#[must_use]
 pub(crate) fn vanished() -> End {
     End { cause: Cause::Deleted, detail: "its pod is gone".into() }
 }

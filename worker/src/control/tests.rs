@@ -10,9 +10,7 @@ use elasticdl_proto::wire::{
     CheckpointReply, CheckpointRequest, ScaleReply, ScaleRequest, StatusRequest, SuspendReply,
     SuspendRequest,
 };
-use elasticdl_proto::{
-    Finished, LedgerReport, Location, MasterMessage, Membership, Resume, WorkerId,
-};
+use elasticdl_proto::{Finished, Location, MasterMessage, Membership, Resume, WorkerId};
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Response, Status};
 
@@ -380,15 +378,8 @@ fn the_master_hears_of_a_wait_before_the_end_that_followed_it() {
         generation: Generation(3),
         step: 5,
         digest: 1,
-        ledger: LedgerReport::default(),
         records_trained: 20,
-        stopped_early: false,
-        summary: None,
-        failure: None,
-        suspended: false,
-        steps_skipped: 0,
-        exported: false,
-        row_touches: None,
+        ..Finished::default()
     });
     // One heartbeat of this job, at its start, may report a wait, too.
     for _ in 0..3 {

@@ -294,22 +294,12 @@ mod tests {
 
     /// A pair that has committed the only step of its job, which is to be evaluated.
     fn pair(checkpoints: Option<CheckpointEvery>) -> Pair {
-        let evaluation = Plan {
-            records: 300,
-            every: None,
-            metric: "loss".into(),
-            highest: false,
-            patience: None,
-        };
+        let evaluation = Plan { records: 300, metric: "loss".into(), ..Plan::default() };
         let plan =
             JobPlan { checkpoints, evaluation: Some(evaluation), ..JobPlan::of_one_epoch(4, 4) };
         let mut pair = Pair::new(plan);
         pair.exchange_headers();
-        let headers = pair.compute();
-        for session in &mut pair.0 {
-            session.summed(headers.clone(), true).unwrap();
-            session.updated(Duration::ZERO);
-        }
+        pair.commit();
         pair
     }
 
@@ -336,11 +326,7 @@ mod tests {
             let membership = Membership { generation, members, abort: false };
             session.handle(MasterMessage::Membership(membership));
         }
-        let headers = pair.compute();
-        for session in &mut pair.0 {
-            session.summed(headers.clone(), true).unwrap();
-            session.updated(Duration::ZERO);
-        }
+        pair.commit();
         pair
     }
 
@@ -473,13 +459,8 @@ mod tests {
 
     #[test]
     fn a_state_that_another_job_has_not_evaluated_is_evaluated_if_the_best_model_is_exported() {
-        let evaluation = Plan {
-            records: 300,
-            every: None,
-            metric: "loss".into(),
-            highest: false,
-            patience: Some(2),
-        };
+        let evaluation =
+            Plan { records: 300, metric: "loss".into(), patience: Some(2), ..Plan::default() };
         let best = Some((4, 0.5));
         let is_due = |exports_best, at, ours| {
             let plan = JobPlan {

@@ -257,11 +257,7 @@ mod tests {
         let every = Some(CheckpointEvery::Steps(NonZeroU64::new(1000).unwrap()));
         let mut pair = Pair::new(JobPlan { checkpoints: every, ..JobPlan::of_one_epoch(100, 4) });
         let step = |pair: &mut Pair| {
-            let headers = pair.compute();
-            for session in &mut pair.0 {
-                session.summed(headers.clone(), true).unwrap();
-                session.updated(Duration::ZERO);
-            }
+            pair.commit();
         };
         pair.exchange_headers();
         step(&mut pair);
@@ -333,11 +329,7 @@ mod tests {
             let mut pair = Pair::new(plan);
             pair.exchange_headers();
             pair.0[1].handle(MasterMessage::Suspend);
-            let headers = pair.compute();
-            for session in &mut pair.0 {
-                session.summed(headers.clone(), true).unwrap();
-                session.updated(Duration::ZERO);
-            }
+            pair.commit();
             write_last_checkpoint(&mut pair, has_room);
             assert_eq!(pair.endings(), [ending.clone(), ending], "without it the group goes on");
         }

@@ -14,7 +14,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 /// Evaluation settings of a job.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
     /// Number of records of the validation data.
     pub records: u64,
@@ -156,8 +156,8 @@ mod tests {
             records: 1000,
             every: Some(10),
             metric: "loss".into(),
-            highest: false,
             patience: Some(2),
+            ..Plan::default()
         }
     }
 

@@ -132,7 +132,7 @@ pub struct StateHeader {
 
 /// The part of the training state that is not tensors, in the form that is sent to other ranks and
 /// stored in checkpoints.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StateRecord {
     pub step: u64,
     pub records_trained: u64,
@@ -153,21 +153,6 @@ pub struct StateRecord {
 }
 
 impl StateRecord {
-    /// The state of a group that starts anew.
-    pub fn initial() -> Self {
-        Self {
-            step: 0,
-            records_trained: 0,
-            epochs_complete: 0,
-            ranges: Vec::new(),
-            repeated: 0,
-            evaluation: Evaluation::default(),
-            steps_skipped: 0,
-            row_touches: 0,
-            created: 0,
-        }
-    }
-
     /// The state of a group that has absorbed the first `records` records of an order with
     /// `per_epoch` records in each epoch.
     pub fn after(records: u64, per_epoch: u64) -> Self {
@@ -177,7 +162,7 @@ impl StateRecord {
             records_trained: records,
             epochs_complete: epochs,
             ranges: if rest.is_empty() { Vec::new() } else { vec![rest] },
-            ..Self::initial()
+            ..Self::default()
         }
     }
 }

@@ -61,17 +61,10 @@ impl Session {
     }
 
     fn leave_links(&mut self, suspect: Option<WorkerId>, error: String, unreachable: bool) {
-        let generation = match &self.phase {
-            Phase::Detached | Phase::Ended(_) | Phase::Fetching => return,
-            Phase::Joining(membership) => membership.generation,
-            Phase::Evaluating { group, .. }
-            | Phase::Finished { group, .. }
-            | Phase::HandingOver { group, .. }
-            | Phase::Rechecking { group, .. }
-            | Phase::Repairing(group, _)
-            | Phase::Round { group, .. }
-            | Phase::Syncing(group)
-            | Phase::Verifying { group, .. } => group.generation,
+        let generation = match (&self.phase, self.group()) {
+            (Phase::Joining(membership), _) => membership.generation,
+            (_, Some(group)) => group.generation,
+            (_, None) => return,
         };
         self.phase = Phase::Detached;
         self.step.outcome = None;

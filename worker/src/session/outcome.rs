@@ -280,8 +280,7 @@ mod tests {
             records: 100,
             every: Some(1),
             metric: "loss".into(),
-            highest: false,
-            patience: None,
+            ..evaluation::Plan::default()
         };
         let plan = JobPlan { evaluation: Some(evaluation), ..JobPlan::of_one_epoch(100, 4) };
         let mut session = summed_step(plan);

@@ -64,7 +64,7 @@ impl Session {
         self.group().map(|group| (group.generation, group.rank))
     }
 
-    fn group(&self) -> Option<&Group> {
+    pub(super) fn group(&self) -> Option<&Group> {
         match &self.phase {
             Phase::Detached | Phase::Ended(_) | Phase::Fetching | Phase::Joining(_) => None,
             Phase::Evaluating { group, .. }

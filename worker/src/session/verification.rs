@@ -87,11 +87,7 @@ mod tests {
         if stops {
             pair.0[1].handle(MasterMessage::Drain);
         }
-        let headers = pair.compute();
-        for session in &mut pair.0 {
-            session.summed(headers.clone(), true).unwrap();
-            session.updated(Duration::ZERO);
-        }
+        pair.commit();
         pair
     }
 
@@ -129,8 +125,7 @@ mod tests {
             records: 100,
             every: Some(1),
             metric: "loss".into(),
-            highest: false,
-            patience: None,
+            ..evaluation::Plan::default()
         };
         let blocks = vec![BTreeMap::from([("loss".to_owned(), 1.0)])];
         let score = Scores { records: 100, first_block: 0, blocks, failed: false };

@@ -86,17 +86,7 @@ mod tests {
     use super::*;
 
     fn note(step: u64, from: u64) -> StateNote {
-        let record = StateRecord {
-            step,
-            records_trained: 0,
-            epochs_complete: 0,
-            ranges: Vec::new(),
-            repeated: 0,
-            evaluation: Default::default(),
-            steps_skipped: 0,
-            row_touches: 0,
-            created: 0,
-        };
+        let record = StateRecord { step, ..StateRecord::default() };
         StateNote { program: Default::default(), record, from }
     }
 

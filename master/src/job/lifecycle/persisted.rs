@@ -131,13 +131,11 @@ pub(crate) struct PersistedShutdown {
 
 impl PersistedJob {
     /// The job's specification.
-    #[must_use]
     pub(crate) fn spec(&self) -> &JobSpec {
         &self.spec
     }
 
     /// Steps committed, as known at the last write.
-    #[must_use]
     pub(crate) fn step(&self) -> u64 {
         self.step
     }
@@ -154,32 +152,27 @@ impl PersistedJob {
     }
 
     /// The list of files, if it has been attached.
-    #[must_use]
     pub(crate) fn file_list(&self) -> Option<&FileList> {
         self.dataset.as_ref()
     }
 
     /// The order of the records, if it is known.
-    #[must_use]
     pub(crate) fn order(&self) -> Option<OrderName> {
         self.order
     }
 
     /// Records and steps of the state that the first group began with; `None` before it.
-    #[must_use]
     pub(crate) fn begun_with(&self) -> Option<(u64, u64)> {
         let totals = &self.history.totals;
         totals.formed_first.map(|_| totals.begun_with)
     }
 
     /// The newest membership changes, oldest first.
-    #[must_use]
     pub(crate) fn memberships(&self) -> &[MembershipChange] {
         &self.history.memberships
     }
 
     /// Drops the history and the launches of a job that has ended: its summary has the history.
-    #[must_use]
     pub(crate) fn of_ended(mut self) -> Self {
         self.shorten();
         self.launches.clear();
@@ -279,7 +272,6 @@ impl PersistedJob {
 
 impl DatasetFingerprint {
     /// The fingerprint of `list`.
-    #[must_use]
     pub(crate) fn of(list: &FileList) -> Self {
         Self { files: list.len() as u64, records: list.records(), digest: list.digest() }
     }
@@ -294,7 +286,6 @@ impl Job {
     }
 
     /// Steps committed, as last reported.
-    #[must_use]
     pub(crate) fn step(&self) -> u64 {
         self.data.step()
     }
@@ -307,13 +298,11 @@ impl Job {
     }
 
     /// What the job is.
-    #[must_use]
     pub(crate) fn spec(&self) -> &JobSpec {
         &self.spec
     }
 
     /// Number of masters that the job has had, including this one.
-    #[must_use]
     pub(crate) fn masters(&self) -> u64 {
         self.lifecycle.masters
     }

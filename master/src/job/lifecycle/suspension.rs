@@ -23,7 +23,6 @@ use crate::job::workers::table::worker_of;
 
 impl Job {
     /// Why the job can't be suspended, if it can't.
-    #[must_use]
     pub(crate) fn obstacle_to_suspension(&self) -> Option<&'static str> {
         let keeps_state = self.spec.checkpoints.is_some() || !self.spec.work.trains();
         match (self.is_ending(), keeps_state) {
@@ -43,13 +42,11 @@ impl Job {
     }
 
     /// Whether the job is suspended, and some of its workers have not ended yet.
-    #[must_use]
     pub(crate) fn is_suspending(&self) -> bool {
         self.is_suspended() && self.workers.has_launches()
     }
 
     /// Whether the job has no more steps: it stops, or is over.
-    #[must_use]
     pub(crate) fn is_ending(&self) -> bool {
         !self.lifecycle.is_running()
     }

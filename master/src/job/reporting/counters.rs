@@ -123,7 +123,6 @@ impl Histogram {
     }
 
     /// Observations.
-    #[must_use]
     pub(crate) fn count(&self) -> u64 {
         self.buckets.iter().sum()
     }

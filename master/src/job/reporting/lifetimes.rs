@@ -147,7 +147,6 @@ impl Lifetimes {
 
 impl WorkerLifetime {
     /// This lifetime as a later master knows it, with what an earlier one has noted.
-    #[must_use]
     pub(crate) fn after(&self, earlier: &Self) -> Self {
         Self {
             launched_s: self.launched_s.min(earlier.launched_s),

@@ -84,13 +84,8 @@ pub(super) fn finished(generation: u64, step: u64, digest: u64) -> WorkerMessage
         digest,
         ledger,
         records_trained: 40,
-        stopped_early: false,
         summary: Some("loss 0.5".into()),
-        failure: None,
-        suspended: false,
-        steps_skipped: 0,
-        exported: false,
-        row_touches: None,
+        ..Finished::default()
     })
 }
 

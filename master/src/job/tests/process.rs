@@ -182,13 +182,7 @@ pub(super) fn final_report(generation: Generation, state: &State) -> WorkerMessa
         digest: step,
         ledger,
         records_trained,
-        stopped_early: false,
-        summary: None,
-        failure: None,
-        suspended: false,
-        steps_skipped: 0,
-        exported: false,
-        row_touches: None,
+        ..Finished::default()
     })
 }
 

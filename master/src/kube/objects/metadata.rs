@@ -17,7 +17,6 @@ pub(super) fn metadata(request: &Request, name: &str, role: &str) -> ObjectMeta 
 }
 
 /// Builds the metadata of an object that the anchor owns.
-#[must_use]
 pub(crate) fn owned(anchor: &ObjectMeta, name: &str, role: &str) -> ObjectMeta {
     let mut labels = anchor.labels.clone().unwrap_or_default();
     labels.extend(own_labels(anchor.name.as_deref().unwrap_or_default(), role));

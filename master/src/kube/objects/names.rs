@@ -6,7 +6,6 @@ use crate::job::LaunchId;
 
 /// Returns the name of a worker pod. Launches are numbered across all masters of a job, so a name
 /// is never reused.
-#[must_use]
 pub(crate) fn worker_name(job: &str, launch: LaunchId) -> String {
     format!("{job}-w-{}", launch.0)
 }
@@ -18,13 +17,11 @@ pub fn master_name(job: &str) -> String {
 }
 
 /// Returns the name of the ConfigMap with the address of a job's master.
-#[must_use]
 pub(crate) fn address_name(job: &str) -> String {
     format!("{job}-master-address")
 }
 
 /// Selector of the pods of a job's master.
-#[must_use]
 pub(crate) fn master_selector(job: &str) -> String {
     format!("{JOB_LABEL}={job},{ROLE_LABEL}=master")
 }
@@ -36,7 +33,6 @@ pub fn worker_selector(anchor_uid: &str) -> String {
 }
 
 /// Selector of the anchors of all jobs.
-#[must_use]
 pub(crate) fn anchors_selector() -> String {
     format!("app.kubernetes.io/managed-by={ELASTICDL},{ROLE_LABEL}=anchor")
 }

@@ -273,13 +273,7 @@ impl Group {
             digest: self.step,
             ledger: self.ledger(),
             records_trained: self.totals.committed,
-            stopped_early: false,
-            summary: None,
-            failure: None,
-            suspended: false,
-            steps_skipped: 0,
-            exported: false,
-            row_touches: None,
+            ..Finished::default()
         });
         self.members.iter().map(|&id| Order::Send(id, finished.clone())).collect()
     }

@@ -197,17 +197,7 @@ impl FaultPlan {
             }
         }
         draw_rare(&mut faults, setting, &mut SimRng::new(spec.seed.rotate_left(52)));
-        Self {
-            is_control_only: is_control_only && !faults.is_empty(),
-            faults,
-            unhealed: 0,
-            healed_since: None,
-            stopped: false,
-            storms: false,
-            links_may_break: false,
-            heals_after: None,
-            has_scaled: false,
-        }
+        Self { is_control_only: is_control_only && !faults.is_empty(), faults, ..Self::default() }
     }
 }
 

@@ -12,7 +12,7 @@ use crate::simulation::clock::Micros;
 use crate::simulation::rows::Rows;
 
 /// All messages and state changes that the checks need.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Oracle {
     pub(crate) seed: u64,
     pub(crate) published: Vec<Membership>,
@@ -101,32 +101,8 @@ impl Oracle {
     }
 
     pub(crate) fn new(seed: u64) -> Self {
-        Self {
-            seed,
-            published: Vec::new(),
-            newest: None,
-            generation: Generation::default(),
-            histories: BTreeMap::new(),
-            lineages: 0,
-            parents: BTreeMap::new(),
-            stable: BTreeMap::new(),
-            processes: BTreeMap::new(),
-            gone: BTreeSet::new(),
-            lost: BTreeSet::new(),
-            suspended: None,
-            is_master_stale: false,
-            may_be_outdated: false,
-            finals: BTreeMap::new(),
-            committed_at: 0,
-            recent_messages: VecDeque::new(),
-            fenced_in: Generation::default(),
-            shut_down: BTreeSet::new(),
-            shutdown_sent: None,
-            failures_max: 0,
-            rows: RowsSeen::default(),
-            is_void: false,
-            coverage: Coverage { runs: 1, ..Coverage::default() },
-        }
+        let coverage = Coverage { runs: 1, ..Coverage::default() };
+        Self { seed, coverage, ..Self::default() }
     }
 
     /// A worker is admitted. Returns whether it was lost.

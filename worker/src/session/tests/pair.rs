@@ -1,5 +1,7 @@
 //! Two sessions whose operations a test carries out by hand.
 
+use std::time::Duration;
+
 use elasticdl_proto::{Generation, MasterMessage, Membership, WorkerId};
 
 use crate::session::halt::Ending;
@@ -76,6 +78,15 @@ impl Pair {
             assert_eq!(session.poll(), Task::Step { is_empty: false });
         }
         self.headers()
+    }
+
+    /// Both workers compute a step, and commit it.
+    pub(crate) fn commit(&mut self) {
+        let headers = self.compute();
+        for session in &mut self.0 {
+            session.summed(headers.clone(), true).unwrap();
+            session.updated(Duration::ZERO);
+        }
     }
 
     pub(crate) fn endings(&self) -> [Option<Ending>; 2] {
