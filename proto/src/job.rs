@@ -88,9 +88,6 @@ pub struct WorkerOptions {
     pub table_memory: Option<u64>,
     /// The step after which rows were touched that are exported; `None`: all rows are.
     pub export_changes_since: Option<u64>,
-    /// Whether workers look up the rows of a step when it begins, not while the one before is
-    /// computed.
-    pub no_table_look_ahead: bool,
     /// Number of commits by which the rows that a step reads are older than the last one: at most
     /// [`TABLE_LAG_MAX`](crate::limits::TABLE_LAG_MAX).
     pub table_lag: u8,
@@ -134,7 +131,6 @@ impl WorkerOptions {
             param_dtype: ParamDtype::F32,
             table_memory: None,
             export_changes_since: None,
-            no_table_look_ahead: false,
             table_lag: 0,
             table_servers: 0,
             audit: 0,

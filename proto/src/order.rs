@@ -79,11 +79,9 @@ impl fmt::Display for OrderName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { mode, seed, block, buffer } = self;
         match mode {
-            ShuffleMode::Block => write!(
-                f,
-                "--shuffle block --shuffle-buffer {buffer} --seed {seed}, in blocks of {block} \
-                 records"
-            ),
+            ShuffleMode::Block => {
+                write!(f, "--shuffle block:{buffer} --seed {seed}, in blocks of {block} records")
+            }
             ShuffleMode::None => write!(f, "--shuffle none"),
             ShuffleMode::Auto | ShuffleMode::Record => write!(f, "--shuffle record --seed {seed}"),
         }
@@ -433,7 +431,7 @@ const RANGES_MAX: usize = 256;
 const ROUNDS: usize = 6;
 /// Records of a block where the reader prefers none.
 const BLOCK_RECORDS: u64 = 1024;
-/// Default of `--shuffle-buffer`.
+/// Default of N in `--shuffle block:N`.
 const BUFFER_RECORDS: u64 = 8192;
 /// A layout takes 12 bytes for each.
 const BLOCKS_MAX: u64 = 1 << 24;

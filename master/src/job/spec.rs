@@ -98,10 +98,6 @@ pub struct JobSpec {
     pub table_memory: Option<u64>,
     /// The step after which rows of tables were touched that are exported; `None`: all rows are.
     pub export_changes_since: Option<u64>,
-    /// Whether workers look up the rows of a step when it begins, not while the one before is
-    /// computed.
-    #[serde(default)]
-    pub no_table_look_ahead: bool,
     /// Number of commits by which the rows of tables that a step reads are older than the last one:
     /// at most [`TABLE_LAG_MAX`].
     #[serde(default)]
@@ -187,7 +183,6 @@ impl JobSpec {
             param_dtype: ParamDtype::F32,
             table_memory: None,
             export_changes_since: None,
-            no_table_look_ahead: false,
             table_lag: 0,
             table_servers: 0,
             audit: 0,
@@ -258,7 +253,6 @@ impl JobSpec {
             param_dtype: self.param_dtype,
             table_memory: self.table_memory,
             export_changes_since: self.export_changes_since,
-            no_table_look_ahead: self.no_table_look_ahead,
             table_lag: self.table_lag,
             table_servers: self.table_servers,
             audit: self.audit,

@@ -414,7 +414,6 @@ fn options(options: v1::Options) -> Checked<WorkerOptions> {
         param_dtype,
         table_memory: options.table_memory,
         export_changes_since: options.export_changes_since,
-        no_table_look_ahead: options.no_table_look_ahead,
         table_lag: table_lag as u8,
         table_servers: options.table_servers,
         audit: audit as u32,

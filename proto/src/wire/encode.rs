@@ -287,7 +287,6 @@ fn options(options: WorkerOptions) -> v1::Options {
         param_dtype: param_dtype.into(),
         table_memory: options.table_memory,
         export_changes_since: options.export_changes_since,
-        no_table_look_ahead: options.no_table_look_ahead,
         table_lag: options.table_lag.into(),
         table_servers: options.table_servers,
         audit: options.audit,

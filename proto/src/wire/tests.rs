@@ -340,7 +340,6 @@ fn options() -> WorkerOptions {
         param_dtype: crate::ParamDtype::Bf16,
         table_memory: Some(1 << 20),
         export_changes_since: Some(7),
-        no_table_look_ahead: true,
         table_lag: 2,
         table_servers: 5,
         audit: 10_000,

@@ -549,7 +549,7 @@ pub(super) mod tests {
         let mut manifest = manifest();
         assert_eq!(check(&manifest, order(7)), "");
         let refused = check(&manifest, order(8));
-        let blocks = "--shuffle block --shuffle-buffer 64 --seed 7, in blocks of 8 records";
+        let blocks = "--shuffle block:64 --seed 7, in blocks of 8 records";
         assert!(refused.contains("within epoch 2") && refused.contains(blocks), "{refused}");
         manifest.state.ranges.clear();
         assert_eq!(check(&manifest, order(8)), "");

@@ -137,7 +137,6 @@ impl RowTables {
             goes_on_with_older: options.stale_rows,
             memory_max: TableMemory::new(options.table_memory),
             export_since: options.export_changes_since,
-            looks_ahead: !options.no_table_look_ahead,
             ..tables
         })
     }

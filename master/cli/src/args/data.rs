@@ -54,16 +54,15 @@ pub(crate) struct TrainingData {
     #[arg(long)]
     pub(crate) deterministic: bool,
 
-    /// What to shuffle in each epoch. The order depends only on the seed and the epoch, not on the
-    /// workers.
-    #[arg(long, value_name = "WHAT", default_value = "auto",
-          value_parser = values::choice(SHUFFLES))]
-    pub(crate) shuffle: ShuffleMode,
-
-    /// For shuffled blocks: minimum number of records that are mixed at a time. A worker reads all
-    /// blocks that contain its records, and keeps up to two of these buffers. [default: 8192]
-    #[arg(long, value_name = "RECORDS", value_parser = values::parse_shard)]
-    pub(crate) shuffle_buffer: Option<u64>,
+    /// What to shuffle in each epoch: auto, record, block, block:N or none. The order depends only
+    /// on the seed and the epoch, not on the workers.
+    ///
+    /// record: all records. block: blocks, and the records within each few consecutive blocks, at
+    /// least N at a time, by default 8192. A worker reads all blocks that contain its records, and
+    /// keeps up to two of these buffers. auto: `record` if the reader is fast at single records,
+    /// else `block`. none: the order of the data.
+    #[arg(long, value_name = "WHAT", default_value = "auto", value_parser = parse_shuffle)]
+    pub(crate) shuffle: Shuffle,
 
     /// Seed of all random choices: order of records and initial parameters.
     #[arg(long, value_name = "N", default_value = "0", allow_negative_numbers = true,
@@ -184,11 +183,6 @@ pub(crate) struct TuningOptions {
     /// were evicted after that step are not listed.
     #[arg(long, value_name = "STEP", requires = "export", value_parser = values::parse_steps)]
     pub(crate) export_changes_since: Option<u64>,
-
-    /// Look up the rows of a step when it begins, not while the one before is computed: for
-    /// comparisons.
-    #[arg(long, hide = true)]
-    pub(crate) no_table_look_ahead: bool,
 }
 
 /// Values of `--on-rows-lost`.
@@ -196,6 +190,25 @@ const ON_ROWS_LOST: Choices<OnRowsLost> = &[
     ("go-back", OnRowsLost::GoBack, "The group goes back to the newest checkpoint"),
     ("stale", OnRowsLost::Stale, "The group goes on with the rows of the newest checkpoint"),
 ];
+
+/// Parses what is shuffled.
+fn parse_shuffle(text: &str) -> Result<Shuffle, String> {
+    let whole = |mode| Ok(Shuffle { mode, buffer: None });
+    match text {
+        "auto" => whole(ShuffleMode::Auto),
+        "block" => whole(ShuffleMode::Block),
+        "none" => Ok(Shuffle::NONE),
+        "record" => whole(ShuffleMode::Record),
+        _ => {
+            let records = text.strip_prefix("block:").ok_or(
+                "it must be `auto`, `record`, `none`, `block`, or `block:` and the number of \
+                 records that are mixed at a time, e.g. `block:8192`",
+            )?;
+            let buffer = NonZeroU64::new(values::parse_shard(records)?);
+            Ok(Shuffle { mode: ShuffleMode::Block, buffer })
+        }
+    }
+}
 
 /// Parses the number of bad records that are skipped.
 fn parse_bad_records(text: &str) -> Result<u64, String> {
@@ -242,25 +255,12 @@ pub(crate) struct InferenceData {
     pub(crate) bad_records: BadRecordsOption,
 }
 
-impl TrainingData {
-    pub(crate) fn shuffle(&self) -> Shuffle {
-        Shuffle { mode: self.shuffle, buffer: self.shuffle_buffer.and_then(NonZeroU64::new) }
-    }
-}
-
 const HEADING: &str = "Data and steps";
 /// Values of `--link-encryption`.
 const LINK_ENCRYPTIONS: Choices<LinkEncryption> = &[
     ("auto", LinkEncryption::Auto, "Those between hosts"),
     ("off", LinkEncryption::Off, "No connection"),
     ("on", LinkEncryption::On, "All connections"),
-];
-/// Values of `--shuffle`.
-const SHUFFLES: Choices<ShuffleMode> = &[
-    ("auto", ShuffleMode::Auto, "`record` if the reader is fast at single records, else `block`"),
-    ("block", ShuffleMode::Block, "Blocks, and the records within each few consecutive blocks"),
-    ("none", ShuffleMode::None, "Nothing: the order of the data"),
-    ("record", ShuffleMode::Record, "All records"),
 ];
 /// Values of `--param-dtype`.
 const PARAM_DTYPES: Choices<ParamDtype> = &[
@@ -277,6 +277,20 @@ const WIRE_DTYPES: Choices<WireDtype> = &[
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn blocks_are_shuffled_with_a_buffer_of_a_number_of_records() {
+        let shuffle = |mode, records| Ok(Shuffle { mode, buffer: NonZeroU64::new(records) });
+        assert_eq!(parse_shuffle("block"), shuffle(ShuffleMode::Block, 0));
+        assert_eq!(parse_shuffle("block:100"), shuffle(ShuffleMode::Block, 100));
+        assert_eq!(parse_shuffle("record"), shuffle(ShuffleMode::Record, 0));
+        for bad in ["", "all", "record:1", "auto:1", "Block"] {
+            assert!(parse_shuffle(bad).unwrap_err().contains("`block:8192`"), "{bad}");
+        }
+        for bad in ["block:", "block:0", "block:-1", "block:x"] {
+            assert!(parse_shuffle(bad).is_err(), "{bad}");
+        }
+    }
 
     #[test]
     fn bad_records_end_the_job_or_are_skipped_up_to_a_number() {

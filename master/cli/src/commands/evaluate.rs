@@ -95,7 +95,6 @@ mod tests {
             "seed",
             "shard-optimizer",
             "shuffle",
-            "shuffle-buffer",
             "success-policy",
             "table-lag",
             "table-memory",

@@ -550,7 +550,6 @@ fn the_help_names_each_option_within_100_columns() {
         "--global-batch-size",
         "--minibatch-size",
         "--shuffle",
-        "--shuffle-buffer",
         "--seed",
         "--summary",
         "--quiet",

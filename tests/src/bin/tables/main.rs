@@ -10,7 +10,7 @@
 //! | `second_copy_cost` | records/s with one copy of each row, over those with two, less 1 | `speed` |
 //! | `vs_plain`, `vs_ddp` | records/s over PyTorch's, with one process and with several | `speed` |
 //! | `bytes_per_row` | memory of a row of 16 numbers with row-wise Adagrad, one copy | here |
-//! | `lookahead_ratio` | records/s with look-ahead, over those without, on hosts with slow links | `links` |
+//! | `lag_ratio` | records/s with `--table-lag 1`, over those without, on hosts with slow links | `links` |
 //! | `auc_ratio` | AUC of the example `ctr` over the best possible one | `auc` |
 //!
 //! PyTorch is taken from `ELASTICDL_PYTHON_ENV`, or where `.ci/python` installs it; without it, its

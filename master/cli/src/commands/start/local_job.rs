@@ -295,7 +295,6 @@ mod tests {
             param_dtype: Default::default(),
             table_memory: None,
             export_changes_since: None,
-            no_table_look_ahead: false,
             table_lag: 0,
             table_servers: 0,
             audit: 0,

@@ -69,7 +69,7 @@ impl StartRequest {
                     epochs: data.num_epochs,
                     max_steps: data.max_steps,
                     batch: batch(data.global_batch_size, data.minibatch_size),
-                    shuffle: data.shuffle(),
+                    shuffle: data.shuffle,
                     micro_batch: data.micro_batch.and_then(NonZeroU64::new),
                     deterministic: data.deterministic,
                     seed: data.seed,
@@ -87,7 +87,6 @@ impl StartRequest {
                     param_dtype: tuning.param_dtype,
                     table_memory: tuning.table_memory,
                     export_changes_since: tuning.export_changes_since,
-                    no_table_look_ahead: tuning.no_table_look_ahead,
                     table_lag: tuning.table_lag,
                     table_servers: tuning.table_servers,
                     audit: options.resilience.audit.unwrap_or(0),
@@ -441,7 +440,7 @@ mod tests {
         assert_eq!(mode(""), ShuffleMode::Auto);
         assert_eq!(mode("--shuffle none"), ShuffleMode::None);
         assert_eq!(mode("--shuffle record"), ShuffleMode::Record);
-        let block = spec("--shuffle=block --shuffle-buffer 100").shuffle;
+        let block = spec("--shuffle=block:100").shuffle;
         assert_eq!((block.mode, block.buffer), (ShuffleMode::Block, NonZeroU64::new(100)));
         assert_eq!(spec("--master-timeout 2min").master_timeout, Duration::from_secs(120));
         let end_timeout = Some(Duration::from_secs(600));
