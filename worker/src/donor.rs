@@ -13,10 +13,14 @@
 //! is dropped: at most [`QUEUED_BYTES_MAX`] of results are queued for it, or a few of them if each
 //! is larger. Joiners of one step share a snapshot. While it exists, others wait, unless all
 //! snapshots fit into [`SNAPSHOTS_BYTES`].
+//!
+//! A snapshot's memory is allocated before its step, because new pages can take ten times as long
+//! as the copy.
 
 mod delivery;
 
-use std::sync::mpsc::{Sender, SyncSender, TrySendError, channel, sync_channel};
+use std::mem;
+use std::sync::mpsc::{Receiver, Sender, SyncSender, TrySendError, channel, sync_channel};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
@@ -29,13 +33,15 @@ use crate::machine::{Machine, Request, RequestLink};
 use crate::session::header;
 use crate::session::header::{StateRecord, StepHeader};
 use crate::session::origin::Program;
-use crate::state_buffer::copied;
+use crate::state_buffer::{Copying, zeros};
+use crate::tensor::ModelSize;
 
 /// Joining workers that this worker serves.
 #[derive(Debug)]
 pub(crate) struct Donor {
     /// Requests that wait for a snapshot.
     waiting: Vec<Box<dyn Request>>,
+    memory: Memory,
     prepared: Option<Prepared>,
     fetchers: Vec<Fetcher>,
     /// Snapshots that may still occupy memory.
@@ -54,18 +60,27 @@ struct Prepared {
     snapshot: Arc<Snapshot>,
 }
 
+/// Memory of the next snapshot: of the parameters and of the slots.
+#[derive(Debug)]
+enum Memory {
+    Absent,
+    /// A thread allocates it, and sends it.
+    Allocating(Receiver<[Vec<f32>; 2]>),
+    Allocated([Vec<f32>; 2]),
+}
+
 /// The tensors of one step.
 #[derive(Debug)]
 struct Snapshot {
     parameters_len: usize,
     slots_len: usize,
     /// Parameters and slots, once they are copied.
-    tensors: OnceLock<(Vec<f32>, Vec<f32>)>,
+    tensors: OnceLock<[Vec<f32>; 2]>,
 }
 
 impl Snapshot {
     /// Waits until the tensors are copied.
-    fn wait(&self, machine: &dyn Machine) -> &(Vec<f32>, Vec<f32>) {
+    fn wait(&self, machine: &dyn Machine) -> &[Vec<f32>; 2] {
         machine.block(Duration::MAX, &mut |wait| {
             if !wait.is_zero() {
                 self.tensors.wait();
@@ -104,6 +119,7 @@ impl Donor {
     ) -> Self {
         Self {
             waiting: Vec::new(),
+            memory: Memory::Absent,
             prepared: None,
             fetchers: Vec::new(),
             held: Vec::new(),
@@ -134,38 +150,80 @@ impl Donor {
         }
     }
 
-    /// Whether a joiner waits for the state of `step`, and a snapshot of `floats` fits into memory.
+    /// Whether a joiner waits for the state of `step`, and there is memory for a snapshot of this
+    /// size, which a thread allocates if the bounds permit.
     pub(crate) fn wants_snapshot(
         &mut self,
         generation: Generation,
         step: u64,
-        floats: usize,
+        size: ModelSize,
     ) -> bool {
         if self.waiting.is_empty() {
+            self.memory = Memory::Absent;
             return false;
         }
         if self.is_prepared(generation, step) {
             return false;
         }
         self.prepared = None;
+        match &self.memory {
+            Memory::Absent => {
+                if self.may_hold(size.total().saturating_mul(size_of::<f32>())) {
+                    self.allocate(size);
+                }
+            }
+            Memory::Allocating(memory) => {
+                if let Ok(memory) = memory.try_recv() {
+                    self.memory = Memory::Allocated(memory);
+                }
+            }
+            Memory::Allocated(_) => {}
+        }
+        matches!(self.memory, Memory::Allocated(_))
+    }
+
+    /// Whether another snapshot of this many bytes is within the bounds.
+    fn may_hold(&mut self, bytes: usize) -> bool {
         self.held.retain(|snapshot| snapshot.strong_count() > 0);
-        let bytes = floats.saturating_mul(size_of::<f32>());
         self.held.is_empty() || (self.held.len() + 1).saturating_mul(bytes) <= SNAPSHOTS_BYTES
     }
 
-    /// Starts to copy the state of `step` for the waiting joiners.
-    pub(crate) fn prepare(
+    /// Starts to allocate memory for a snapshot.
+    fn allocate(&mut self, size: ModelSize) {
+        let (send, receive) = channel();
+        let allocate = move || {
+            // Nobody may wait for it any more.
+            let _ = send.send([size.parameters, size.slots].map(zeros));
+        };
+        match self.machine.spawn("snapshot-memory", Box::new(allocate)) {
+            Ok(()) => self.memory = Memory::Allocating(receive),
+            Err(error) => {
+                tracing::warn!(%error, "no thread to allocate memory for a joining worker")
+            }
+        }
+    }
+
+    /// Starts to copy the state of `step` for the waiting joiners, which
+    /// [want](Self::wants_snapshot) a snapshot. `copying`: starts to copy the parameters and the
+    /// slots to memory of their sizes.
+    ///
+    /// # Errors
+    /// Those of `copying`.
+    pub(crate) fn prepare<E>(
         &mut self,
         generation: Generation,
         step: u64,
-        parameters: Arc<Vec<f32>>,
-        slots: Arc<Vec<f32>>,
-    ) {
-        let (parameters_len, slots_len) = (parameters.len(), slots.len());
+        copying: impl FnOnce([Vec<f32>; 2]) -> Result<[Copying; 2], E>,
+    ) -> Result<(), E> {
+        let Memory::Allocated(memory) = mem::replace(&mut self.memory, Memory::Absent) else {
+            return Ok(());
+        };
+        let [parameters_len, slots_len] = [0, 1].map(|tensor| memory[tensor].len());
+        let copying = copying(memory)?;
         let snapshot = Arc::new(Snapshot { parameters_len, slots_len, tensors: OnceLock::new() });
         let filling = Arc::clone(&snapshot);
         let copy = move || {
-            let tensors = (into_own(parameters), into_own(slots));
+            let tensors = copying.map(Copying::finish);
             filling.tensors.set(tensors).expect("a snapshot is filled once");
         };
         match self.machine.spawn("snapshot", Box::new(copy)) {
@@ -177,6 +235,7 @@ impl Donor {
                 tracing::warn!(%error, "no thread to copy the state for a joining worker")
             }
         }
+        Ok(())
     }
 
     /// Waits until the state is copied, as an update is about to change it.
@@ -202,7 +261,7 @@ impl Donor {
             return;
         }
         let Some(Prepared { snapshot, .. }) = self.prepared.take() else { return };
-        for request in std::mem::take(&mut self.waiting) {
+        for request in mem::take(&mut self.waiting) {
             self.serve(request, generation, note(), &snapshot);
         }
     }
@@ -293,12 +352,6 @@ impl Fetcher {
             Err(TrySendError::Disconnected(_)) => false,
         }
     }
-}
-
-/// The shared buffer itself, if this is its last reference. Otherwise a copy, which returns the
-/// buffer to the trainer.
-fn into_own(shared: Arc<Vec<f32>>) -> Vec<f32> {
-    Arc::try_unwrap(shared).unwrap_or_else(|shared| copied(&shared))
 }
 
 /// Announcement of the parts of a snapshot.

@@ -47,6 +47,17 @@ impl StateBuffer {
         }
     }
 
+    /// Starts to copy the present values to `memory` of this length.
+    pub(crate) fn copy_to(&self, mut memory: Vec<f32>) -> Copying {
+        match self {
+            Self::Own(shared) => Copying::Later { from: Arc::clone(shared), to: memory },
+            Self::Program(floats) => {
+                memory.copy_from_slice(floats.floats());
+                Copying::Done(memory)
+            }
+        }
+    }
+
     /// The buffer for writing: a fresh copy, if the buffer is still being sent.
     pub(crate) fn writable(&mut self) -> &mut [f32] {
         match self {
@@ -67,6 +78,27 @@ impl Deref for StateBuffer {
     }
 }
 
+/// A copy of a buffer, which another thread may make while nobody writes to the buffer.
+#[derive(Debug)]
+pub(crate) enum Copying {
+    /// The lengths are equal.
+    Later { from: Arc<Vec<f32>>, to: Vec<f32> },
+    Done(Vec<f32>),
+}
+
+impl Copying {
+    /// The copy. Returns the buffer to the trainer.
+    pub(crate) fn finish(self) -> Vec<f32> {
+        match self {
+            Self::Later { from, mut to } => {
+                to.copy_from_slice(&from);
+                to
+            }
+            Self::Done(copy) => copy,
+        }
+    }
+}
+
 /// A shared buffer for writing (copy-on-write): a fresh copy, if the buffer is still being sent.
 pub(crate) fn writable(shared: &mut Arc<Vec<f32>>) -> &mut [f32] {
     if Arc::get_mut(shared).is_none() {
@@ -76,7 +108,7 @@ pub(crate) fn writable(shared: &mut Arc<Vec<f32>>) -> &mut [f32] {
 }
 
 /// A copy, on huge pages where the system has them.
-pub(crate) fn copied(floats: &[f32]) -> Vec<f32> {
+fn copied(floats: &[f32]) -> Vec<f32> {
     let mut copy = elasticdl_collective::zeros(floats.len());
     copy.copy_from_slice(floats);
     copy

@@ -14,7 +14,7 @@ use crate::device::DeviceState;
 use crate::machine::Group;
 use crate::session::State;
 use crate::session::transport_switch::NcclBuild;
-use crate::state_buffer::{StateBuffer, StateMemory, writable, zeros};
+use crate::state_buffer::{Copying, StateBuffer, StateMemory, writable, zeros};
 use crate::tensor::{ModelSize, Tensor, window};
 use crate::update::Update;
 
@@ -126,6 +126,18 @@ impl Tensors {
             (Self::Host { state, .. }, Tensor::Reduced) => Arc::new(state.reduced.clone()),
             (Self::Host { state, .. }, Tensor::Slots) => state.slots.snapshot(),
         })
+    }
+
+    /// Starts to copy the parameters and the optimizer state to memory of their lengths.
+    pub(crate) fn copy_state_to(
+        &self,
+        [parameters, slots]: [Vec<f32>; 2],
+    ) -> Result<[Copying; 2], DeviceError> {
+        if let Self::Host { state, .. } = self {
+            return Ok([state.parameters.copy_to(parameters), state.slots.copy_to(slots)]);
+        }
+        let copy_to = |tensor, to| Ok(Copying::Later { from: self.to_host(tensor)?, to });
+        Ok([copy_to(Tensor::Parameters, parameters)?, copy_to(Tensor::Slots, slots)?])
     }
 
     /// Calls `fill` to overwrite the parameters and the optimizer state.

@@ -241,11 +241,10 @@ impl<M: Model> Trainer<'_, M> {
         else {
             return Ok(());
         };
-        let floats = self.tensors.size().total();
-        if self.donor.wants_snapshot(generation, state.step, floats) {
-            let parameters = self.tensors.to_host(Tensor::Parameters)?;
-            let slots = self.tensors.to_host(Tensor::Slots)?;
-            self.donor.prepare(generation, state.step, parameters, slots);
+        let tensors = &self.tensors;
+        if self.donor.wants_snapshot(generation, state.step, tensors.size()) {
+            let copying = |memory| tensors.copy_state_to(memory);
+            self.donor.prepare(generation, state.step, copying)?;
         }
         if let Some((generation, state)) = self.session.confirmed() {
             self.donor.release(generation, state.step, || StateNote {

@@ -133,7 +133,7 @@ impl Delivery {
         else {
             return Ok(());
         };
-        let (parameters, slots) = snapshot.wait(&*self.machine);
+        let [parameters, slots] = snapshot.wait(&*self.machine);
         let generation = self.generation.0;
         let note = StateNote { from: self.sent_floats as u64, ..self.note.clone() };
         sender.send(KIND_STATE, generation, &header::encode(&note), &[])?;

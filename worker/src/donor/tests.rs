@@ -67,9 +67,23 @@ fn visit(donor: &mut Donor, ends: &[Endpoint; 2], position: Option<Position>) ->
 
 /// Sends a state of ones and twos, as between two steps, after the headers of all ranks.
 fn give(donor: &mut Donor, len: usize) {
-    assert!(donor.wants_snapshot(GENERATION, 2, 2 * len));
-    donor.prepare(GENERATION, 2, Arc::new(vec![1.0; len]), Arc::new(vec![2.0; len]));
+    prepare(donor, (GENERATION, 2), [Arc::new(vec![1.0; len]), Arc::new(vec![2.0; len])]);
     donor.release(GENERATION, 2, note);
+}
+
+/// Copies a state as soon as there is memory for it.
+fn prepare(donor: &mut Donor, (generation, step): (Generation, u64), of: [Arc<Vec<f32>>; 2]) {
+    let size = ModelSize { parameters: of[0].len(), slots: of[1].len() };
+    let until = Instant::now() + WATCHDOG;
+    while !donor.wants_snapshot(generation, step, size) {
+        assert!(Instant::now() < until, "the memory is never allocated");
+        std::thread::yield_now();
+    }
+    let copying = |memory: [Vec<f32>; 2]| {
+        let mut from = of.into_iter();
+        Ok::<_, ()>(memory.map(|to| Copying::Later { from: from.next().unwrap(), to }))
+    };
+    donor.prepare(generation, step, copying).unwrap();
 }
 
 /// A donor that serves worker 2.
@@ -127,16 +141,16 @@ fn a_state_is_sent_only_when_all_ranks_hold_its_step() {
     let ends = ends();
     let mut source = visit(&mut donor, &ends, None);
     let tensor = || Arc::new(vec![1.0; LEN]);
-    donor.prepare(GENERATION, 2, tensor(), tensor());
-    assert!(!donor.wants_snapshot(GENERATION, 2, LEN), "the snapshot exists already");
+    let size = ModelSize { parameters: LEN, slots: LEN };
+    prepare(&mut donor, (GENERATION, 2), [tensor(), tensor()]);
+    assert!(!donor.wants_snapshot(GENERATION, 2, size), "the snapshot exists already");
     // The step failed, and the next group has agreed on the next step.
     donor.switch(Generation(4), |id| id == 1);
     donor.release(GENERATION, 2, note);
     donor.release(Generation(4), 3, note);
     assert!(!donor.is_serving());
     assert_eq!(source.next(Duration::ZERO).unwrap(), None);
-    assert!(donor.wants_snapshot(Generation(4), 3, LEN));
-    donor.prepare(Generation(4), 3, tensor(), tensor());
+    prepare(&mut donor, (Generation(4), 3), [tensor(), tensor()]);
     donor.release(Generation(4), 3, || StateNote {
         record: StateRecord { step: 3, ..record() },
         ..note()
@@ -214,9 +228,9 @@ fn the_trainer_gets_its_buffers_back_and_joiners_of_one_step_share_a_snapshot() 
     let mut source = visit(&mut donor, &ends, None);
     let mut other = visit(&mut donor, &[ends.into_iter().next().unwrap(), end(3)], None);
     let parameters = Arc::new(vec![1.0; LEN]);
-    // One snapshot is always allowed, however large it is.
-    assert!(donor.wants_snapshot(GENERATION, 2, usize::MAX));
-    donor.prepare(GENERATION, 2, Arc::clone(&parameters), Arc::new(Vec::new()));
+    assert!(donor.may_hold(usize::MAX), "one snapshot is always allowed, however large it is");
+    prepare(&mut donor, (GENERATION, 2), [Arc::clone(&parameters), Arc::default()]);
+    assert!(donor.may_hold(SNAPSHOTS_BYTES / 2) && !donor.may_hold(SNAPSHOTS_BYTES / 2 + 1));
     donor.release(GENERATION, 2, note);
     for source in [&mut source, &mut other] {
         state_note(source);
@@ -228,9 +242,11 @@ fn the_trainer_gets_its_buffers_back_and_joiners_of_one_step_share_a_snapshot() 
 #[test]
 fn an_update_waits_for_the_copy_of_the_state_and_writes_to_the_same_memory() {
     let mut donor = donor(WATCHDOG);
+    let ends = ends();
+    let _source = visit(&mut donor, &ends, None);
     let tensor = || Arc::new(vec![1.0; 4 << 20]);
     let (mut parameters, slots) = (tensor(), tensor());
-    donor.prepare(GENERATION, 2, Arc::clone(&parameters), slots);
+    prepare(&mut donor, (GENERATION, 2), [Arc::clone(&parameters), slots]);
     donor.end_copy();
     assert!(Arc::get_mut(&mut parameters).is_some());
 }

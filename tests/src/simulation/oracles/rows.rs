@@ -24,6 +24,7 @@ use elasticdl_proto::{Generation, WorkerId};
 use crate::simulation::machine::checkpoint_key;
 use crate::simulation::model::digest;
 use crate::simulation::rows::{Rows, touches};
+use crate::simulation::state::process::Process;
 use crate::simulation::trace::trace;
 use crate::simulation::worker::SeenRows;
 use crate::simulation::world::World;
@@ -151,10 +152,16 @@ impl World {
         }
     }
 
-    /// `p` leaves its group in order. Its rows are on others, unless a fault interrupts that.
+    /// `p` leaves its group in order. Its rows are on others, unless a fault interrupts that, or the
+    /// steps are done: then the next group makes the copies, as after a loss.
     pub(in crate::simulation) fn note_left_rows(&mut self, p: usize) {
-        if let Some(worker) = self.processes[p].worker.filter(|_| !self.fault_plan.links_may_break)
-        {
+        let Process { worker, trainer, .. } = &self.processes[p];
+        let (spec, state) = (&self.setting.spec, trainer.state());
+        let is_done = state.is_some_and(|state| {
+            state.ledger.epoch() >= spec.epochs
+                || spec.max_steps.is_some_and(|most| state.step >= most)
+        });
+        if let Some(worker) = worker.filter(|_| !is_done && !self.fault_plan.links_may_break) {
             for (holders, _) in self.oracle.rows.whole.values_mut() {
                 holders.remove(&worker.0);
             }
