@@ -192,7 +192,7 @@ impl Donor {
     fn allocate(&mut self, size: ModelSize) {
         let (send, receive) = channel();
         let allocate = move || {
-            // Nobody may wait for it any more.
+            // The joiners may have gone meanwhile.
             let _ = send.send([size.parameters, size.slots].map(zeros));
         };
         match self.machine.spawn("snapshot-memory", Box::new(allocate)) {

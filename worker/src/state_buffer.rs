@@ -78,11 +78,14 @@ impl Deref for StateBuffer {
     }
 }
 
-/// A copy of a buffer, which another thread may make while nobody writes to the buffer.
+/// A copy of a buffer, which another thread may make before the trainer writes to the buffer.
 #[derive(Debug)]
 pub(crate) enum Copying {
     /// The lengths are equal.
-    Later { from: Arc<Vec<f32>>, to: Vec<f32> },
+    Later {
+        from: Arc<Vec<f32>>,
+        to: Vec<f32>,
+    },
     Done(Vec<f32>),
 }
 

@@ -42,6 +42,8 @@ impl Job {
         if self.group.form() && !self.lifecycle.had_formed() {
             self.reporting.form(now, step, self.data.counted());
         }
+        // All members have met, although their last heartbeats may report a wait before that.
+        self.workers.connected_mut().for_each(|(_, w)| w.restart_wait(now));
         self.release_reserve(now);
         self.request_checkpoint();
         self.watch_leavers(now);

@@ -325,3 +325,18 @@ fn a_member_that_stays_at_links_which_the_others_have_left_is_evicted() {
     pass(&mut job, 2500, 4000, &beats);
     assert_eq!(outcome(&mut job).0, [3]);
 }
+
+#[test]
+fn a_member_that_has_just_entered_a_group_is_not_judged_by_its_wait_before() {
+    let mut job = watched();
+    deliver(&mut job, 4, WorkerMessage::Leaving);
+    assert_eq!(outcome(&mut job), (vec![], Some((vec![1, 2, 3], false))));
+    // Worker 4 computes in generation 1 for long, and worker 1 waits for it there.
+    let beats = [1, 2, 3].map(|id| (id, Some((if id == 1 { 1 } else { 2 }, 0, 0, 0))));
+    pass(&mut job, 100, 1300, &[&beats[..], &[(4, None)]].concat());
+    assert_eq!(outcome(&mut job), NO_EVICTION);
+    let message = formed(2, 0, &[]);
+    job.handle(at(1310), Event::Message { worker: WorkerId(1), message });
+    job.handle_timeout(at(1350));
+    assert_eq!(outcome(&mut job), NO_EVICTION);
+}

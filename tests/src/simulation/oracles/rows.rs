@@ -152,8 +152,8 @@ impl World {
         }
     }
 
-    /// `p` leaves its group in order. Its rows are on others, unless a fault interrupts that, or the
-    /// steps are done: then the next group makes the copies, as after a loss.
+    /// `p` leaves its group in order. Its rows are on others, unless a fault interrupts that, or
+    /// the steps are done: then the next group makes the copies, as after a loss.
     pub(in crate::simulation) fn note_left_rows(&mut self, p: usize) {
         let Process { worker, trainer, .. } = &self.processes[p];
         let (spec, state) = (&self.setting.spec, trainer.state());
