@@ -230,7 +230,7 @@ impl Master {
         let (spec, run_id) = (job.spec(), server_config.token.run_id());
         info!(job = spec.name, %run_id, "run of the job");
         let (sender, events) = mpsc::channel(SERVER_EVENTS_MAX);
-        let server = Server::start(server_config, &spec.name, spec.worker_timeout, sender)?;
+        let server = Server::start(server_config, &spec.name, spec.options.worker_timeout, sender)?;
         let (incarnation, lease_guard) = match parts.term {
             Some(term) => (term.incarnation, Some(term.lease_guard)),
             None => (job.masters(), None),
@@ -442,7 +442,7 @@ impl Master {
             if let Some(dead) = self.workers.insert(worker, connection) {
                 self.peers.remove(&dead);
             }
-            let options = self.job.spec().worker_options();
+            let options = self.job.spec().options.clone();
             let serves_tables = self.job.serves_tables(worker);
             let incarnation = self.incarnation;
             let welcome = Welcome { worker, incarnation, serves_tables, options };

@@ -229,7 +229,7 @@ impl JobFacts {
     /// [`LineageError`].
     pub fn lineage(&self, record: &RecordName) -> Result<Lineage, LineageError> {
         let Self { spec, progress, .. } = self;
-        if !spec.work.trains() {
+        if !spec.options.work.trains() {
             return Err(LineageError::NotTraining);
         }
         let order = self.order_name()?;
@@ -251,7 +251,7 @@ impl JobFacts {
             let order = Order::named(order, &counts);
             (lineage.part, lineage.record) = (RecordPart::Training, Some(record));
             let entry = |epoch| self.entry(epoch, order.position(epoch, record));
-            lineage.epochs = (0..spec.epochs).map(entry).collect();
+            lineage.epochs = (0..spec.options.epochs).map(entry).collect();
         }
         lineage.notes = self.notes(&lineage);
         Ok(lineage)
@@ -265,10 +265,10 @@ impl JobFacts {
         let begun = self.begun.ok_or(LineageError::StepsUnknown(
             "the job began with a checkpoint, and how many records that contained is not recorded",
         ))?;
-        let batch = match (self.spec.batch, &*self.progress.memberships) {
+        let batch = match (self.spec.options.batch, &*self.progress.memberships) {
             (Batch::Global(records), _) => records.get(),
             (Batch::PerWorker(records), [only]) if only.cause == Cause::Start => {
-                let workers = only.world_size.saturating_sub(self.spec.table_servers);
+                let workers = only.world_size.saturating_sub(self.spec.options.table_servers);
                 records.get() * u64::from(workers.max(1))
             }
             (Batch::PerWorker(_), _) => {
@@ -284,7 +284,7 @@ impl JobFacts {
     /// The folder of the job's checkpoints, if it is a path.
     #[must_use]
     pub fn checkpoint_dir(&self) -> Option<PathBuf> {
-        let dir = &self.spec.checkpoints.as_ref()?.dir;
+        let dir = &self.spec.options.checkpoints.as_ref()?.dir;
         let path = Path::new(dir.strip_prefix("file://").unwrap_or(dir));
         (!dir.contains("://") || dir.starts_with("file://")).then(|| path.to_owned())
     }
@@ -303,8 +303,8 @@ impl JobFacts {
     }
 
     fn find(&self, record: &RecordName, counts: &[u64]) -> Result<Found, LineageError> {
-        let split = self.spec.validation.as_ref().and_then(|validation| validation.split);
-        let split = split.map(|thousandths| Split::new(thousandths, self.spec.seed));
+        let split = self.spec.options.validation.as_ref().and_then(|validation| validation.split);
+        let split = split.map(|thousandths| Split::new(thousandths, self.spec.options.seed));
         let (file, in_file) = match record {
             RecordName::InFile { file, record } => (self.file_named(file)?, *record),
             RecordName::Number(number) if split.is_some() && counts.len() > 1 => {
@@ -376,7 +376,7 @@ impl JobFacts {
         let number = u64::from(epoch) * self.files.records() + position;
         let found = self.steps().ok().and_then(|steps| steps.of(epoch, position));
         let step = found.map(|found| found.step);
-        let is_beyond = spec.max_steps.zip(step).is_some_and(|(max, step)| step > max);
+        let is_beyond = spec.options.max_steps.zip(step).is_some_and(|(max, step)| step > max);
         let state = if begun.is_some_and(|begun| number < begun.records) {
             StepState::Before
         } else if number < progress.counted {
@@ -435,11 +435,12 @@ impl JobFacts {
                 first.map(|first| format!(" (the first: {first})")).unwrap_or_default()
             ));
         }
-        if spec.training_data == DATA_OF_PROGRAM {
+        if spec.options.training_data == DATA_OF_PROGRAM {
             notes
                 .push("the program reads its data itself: records are those of its sampler".into());
         }
-        if spec.shuffle.mode == ShuffleMode::Auto && lineage.order.mode == ShuffleMode::None {
+        if spec.options.shuffle.mode == ShuffleMode::Auto && lineage.order.mode == ShuffleMode::None
+        {
             notes.push(
                 "the program orders its records itself: numbers are those of its order".into(),
             );

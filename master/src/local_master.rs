@@ -137,7 +137,7 @@ impl LocalMaster {
         let run = master.run(received);
         let mut turns = tokio::time::interval(Standstill::TURN);
         tokio::pin!(run);
-        let mut escalation = StopEscalation::new(spec.grace_period);
+        let mut escalation = StopEscalation::new(spec.options.grace_period);
         let mut ended = loop {
             tokio::select! {
                 ended = &mut run => break ended,

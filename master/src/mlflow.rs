@@ -152,16 +152,16 @@ pub(crate) fn parameters<'a>(
     spec: &JobSpec,
     args: impl IntoIterator<Item = &'a str>,
 ) -> Vec<(String, String)> {
-    let (batch, records) = match spec.batch {
+    let (batch, records) = match spec.options.batch {
         Batch::Global(records) => ("global-batch-size", records),
         Batch::PerWorker(records) => ("minibatch-size", records),
     };
     let mut all: Vec<(String, String)> = [
-        ("training-data", shown_sources(&spec.training_data)),
-        ("num-epochs", spec.epochs.to_string()),
+        ("training-data", shown_sources(&spec.options.training_data)),
+        ("num-epochs", spec.options.epochs.to_string()),
         (batch, records.to_string()),
         ("num-workers", spec.num_workers.to_string()),
-        ("seed", spec.seed.to_string()),
+        ("seed", spec.options.seed.to_string()),
     ]
     .map(|(key, value)| (key.to_owned(), value))
     .into();

@@ -1,12 +1,16 @@
 //! The options of a job that its master and its workers share.
 
+use std::fmt;
 use std::num::{NonZeroU16, NonZeroU64};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use crate::ids::WorkerId;
-use crate::limits::{MICRO_BATCHES_MAX, TABLE_REPLICAS};
+use crate::limits::{
+    AUDIT_MAX, BATCH_RECORDS_MAX, CHANNELS_MAX, EPOCHS_MAX, MICRO_BATCHES_MAX, TABLE_LAG_MAX,
+    TABLE_REPLICAS, TABLE_REPLICAS_MAX,
+};
 
 /// The master's first message on a stream: the worker is admitted.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,7 +28,9 @@ pub struct Welcome {
 }
 
 /// The options of a job that concern its workers. Places are paths or URIs, as workers see them.
-#[derive(Clone, Debug, PartialEq, Eq)]
+///
+/// They are a part of the persisted job, and travel to workers as JSON.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerOptions {
     /// Location of the training data, as the program's reader understands it.
     pub training_data: String,
@@ -38,20 +44,17 @@ pub struct WorkerOptions {
     pub seed: u64,
     /// The order in which an epoch's records are trained.
     pub shuffle: Shuffle,
-    /// Records of a micro-batch, the unit in which a step is split over the ranks; `None`: single
-    /// records.
+    /// Records of a micro-batch, the unit in which a step is split over the ranks; `None` for
+    /// [the default](Self::micro_batch_records).
     pub micro_batch: Option<NonZeroU64>,
-    /// Whether the sum of a step's gradients is exact, and so does not depend on the ranks. The
-    /// options then satisfy [`Deterministic::check`].
+    /// Whether the sum of a step's gradients is exact, and so does not depend on the ranks.
     pub deterministic: bool,
-    /// Longest interval between two messages of the worker; `None` for no heartbeats.
-    pub heartbeat: Option<Duration>,
-    /// Time after which a worker that is stopped or partitioned is evicted. A peer that answers no
-    /// connection attempt for as long counts as unreachable.
+    /// A worker that is stopped or partitioned for less than this is never evicted; one that is so
+    /// for a sixth longer always is. A peer that answers no connection attempt for as long counts
+    /// as unreachable. `None` disables evictions.
     pub worker_timeout: Option<Duration>,
-    /// How long a worker waits, after SIGTERM, for its release by the group; `None` from a master
-    /// that does not say.
-    pub leave_timeout: Option<Duration>,
+    /// How long workers may take from SIGTERM to their end.
+    pub grace_period: Duration,
     /// Location and interval of checkpoints; `None` if the job writes none.
     pub checkpoints: Option<CheckpointSpec>,
     /// A checkpoint, or a folder of checkpoints, from which the job starts.
@@ -65,10 +68,10 @@ pub struct WorkerOptions {
     /// Number of parallel connections between neighbours in the ring: 1 to
     /// [`CHANNELS_MAX`](crate::limits::CHANNELS_MAX).
     pub channels: u8,
-    /// Whether a step whose gradient is not finite is skipped. Otherwise it ends the job.
-    pub skips_nonfinite: bool,
+    /// How a step whose gradient is not finite is handled.
+    pub on_nonfinite: OnNonfinite,
     /// Whether workers of different builds may train together.
-    pub allows_mixed_builds: bool,
+    pub allow_mixed_builds: bool,
     /// Which links between workers are encrypted.
     pub link_encryption: LinkEncryption,
     /// Number of bad records that the reader skips; 0 if the first one ends the job.
@@ -76,9 +79,8 @@ pub struct WorkerOptions {
     /// Number of workers that hold each row of the model's tables: 1 to
     /// [`TABLE_REPLICAS_MAX`](crate::limits::TABLE_REPLICAS_MAX).
     pub table_replicas: u8,
-    /// Whether a group all of whose copies of some rows are lost goes on with those of a
-    /// checkpoint. Otherwise it goes back.
-    pub stale_rows: bool,
+    /// What a group does all of whose copies of some rows are lost.
+    pub on_rows_lost: OnRowsLost,
     /// Whether the optimizer's state is divided over the workers, each part on two of them.
     pub shard_optimizer: bool,
     /// Data type of the parameters that each worker computes with: other than f32 only with a
@@ -112,21 +114,20 @@ impl WorkerOptions {
             shuffle: Shuffle::default(),
             micro_batch: None,
             deterministic: false,
-            heartbeat: None,
             worker_timeout: None,
-            leave_timeout: None,
+            grace_period: Duration::from_secs(30),
             checkpoints: None,
             resume_from: None,
             validation: None,
             work: Work::default(),
             wire_dtype: WireDtype::F32,
             channels: 1,
-            skips_nonfinite: false,
-            allows_mixed_builds: false,
+            on_nonfinite: OnNonfinite::default(),
+            allow_mixed_builds: false,
             link_encryption: LinkEncryption::default(),
             bad_records_max: 0,
             table_replicas: TABLE_REPLICAS,
-            stale_rows: false,
+            on_rows_lost: OnRowsLost::default(),
             shard_optimizer: false,
             param_dtype: ParamDtype::F32,
             table_memory: None,
@@ -136,6 +137,149 @@ impl WorkerOptions {
             audit: 0,
         }
     }
+
+    /// Longest interval between two messages of a worker; `None` for no heartbeats.
+    #[must_use]
+    pub fn heartbeat(&self) -> Option<Duration> {
+        self.worker_timeout.map(|timeout| (timeout / 10).max(Duration::from_millis(1)))
+    }
+
+    /// How long a worker that received SIGTERM waits for its release before it ends by itself:
+    /// within the grace period, so that it need not be killed.
+    #[must_use]
+    pub fn leave_timeout(&self) -> Duration {
+        self.grace_period - (self.grace_period / 5).min(LEAVE_MARGIN)
+    }
+
+    /// How long the group may take to release a leaving worker before the master releases it
+    /// anyway: a little less than the worker waits.
+    #[must_use]
+    pub fn leave_wait(&self) -> Duration {
+        self.grace_period - (self.grace_period / 5 * 2).min(LEAVE_MARGIN * 2)
+    }
+
+    /// Records of a micro-batch: by default 1, and more where sums are exact.
+    #[must_use]
+    pub fn micro_batch_records(&self) -> NonZeroU64 {
+        let exact = self.check_deterministic().ok().flatten();
+        let of_exact = exact.map(|(micro_batch, _)| micro_batch);
+        of_exact.or(self.micro_batch).unwrap_or(NonZeroU64::MIN)
+    }
+
+    /// Records of a micro-batch and number of micro-batches in a step of a job whose sums are
+    /// exact; `None` for other jobs.
+    ///
+    /// # Errors
+    /// The option that such a job can't have, with what would be right.
+    pub fn check_deterministic(&self) -> Result<Option<(NonZeroU64, u64)>, String> {
+        if !self.deterministic {
+            return Ok(None);
+        }
+        let Batch::Global(batch) = self.batch else {
+            return Err("the number of records of a step must not depend on the workers: use \
+                        --global-batch-size in place of --minibatch-size"
+                .into());
+        };
+        if self.wire_dtype != WireDtype::F32 {
+            return Err("sums must not be rounded: use --wire-dtype f32".into());
+        }
+        let default = NonZeroU64::MIN.saturating_add((batch.get() - 1) / MICRO_BATCHES_DEFAULT);
+        let micro_batch = self.micro_batch.unwrap_or(default);
+        let count = batch.get().div_ceil(micro_batch.get());
+        if count > MICRO_BATCHES_MAX {
+            let least = batch.get().div_ceil(MICRO_BATCHES_MAX);
+            return Err(format!(
+                "a step of {batch} records would have {count} micro-batches; there may be \
+                 {MICRO_BATCHES_MAX}: use --micro-batch {least} or more"
+            ));
+        }
+        Ok(Some((micro_batch, count)))
+    }
+
+    /// Checks what can be checked before the data is seen.
+    ///
+    /// # Errors
+    /// The first field that is wrong, with what would be right.
+    pub fn check(&self) -> Result<(), SpecError> {
+        let number = u64::from;
+        let split = self.validation.as_ref().and_then(|validation| validation.split);
+        for (field, value, possible, wanted) in [
+            ("channels", number(self.channels), 1..=number(CHANNELS_MAX), "from 1 to 16"),
+            (
+                "table_replicas",
+                number(self.table_replicas),
+                1..=number(TABLE_REPLICAS_MAX),
+                "from 1 to 3",
+            ),
+            ("table_lag", number(self.table_lag), 0..=number(TABLE_LAG_MAX), "from 0 to 16"),
+            ("audit", self.audit.into(), 0..=AUDIT_MAX.into(), "at most 1000000"),
+            ("epochs", self.epochs.into(), 1..=EPOCHS_MAX.into(), "from 1 to 1048576"),
+            ("max_steps", self.max_steps.unwrap_or(1), 1..=u64::MAX, "at least 1"),
+            ("batch", self.batch.share(1), 1..=BATCH_RECORDS_MAX, "at most 4294967296"),
+            (
+                "micro_batch",
+                self.micro_batch.map_or(1, NonZeroU64::get),
+                1..=BATCH_RECORDS_MAX,
+                "at most 4294967296",
+            ),
+            (
+                "validation.split",
+                split.map_or(0, |split| split.get().into()),
+                0..=999,
+                "at most 999",
+            ),
+        ] {
+            if !possible.contains(&value) {
+                return Err(SpecError { field, value: value.to_string(), wanted });
+            }
+        }
+        if self.param_dtype == ParamDtype::Bf16 && !self.shard_optimizer {
+            let wanted = "f32 without --shard-optimizer";
+            return Err(SpecError { field: "param_dtype", value: "bf16".into(), wanted });
+        }
+        Ok(())
+    }
+}
+
+/// An invalid field of a job's options: correct it and submit again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SpecError {
+    /// The field.
+    pub field: &'static str,
+    /// Its value.
+    pub value: String,
+    /// What would be right.
+    pub wanted: &'static str,
+}
+
+impl fmt::Display for SpecError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { field, value, wanted } = self;
+        write!(f, "{field} is {value:?}; it must be {wanted}")
+    }
+}
+
+impl std::error::Error for SpecError {}
+
+/// How a step is handled whose gradient, summed over all workers, or whose loss contains a NaN or
+/// an infinity.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum OnNonfinite {
+    /// The job fails before the step is applied, with the state before it kept.
+    #[default]
+    Fail,
+    /// Its records count as trained, and the parameters stay as they are.
+    Skip,
+}
+
+/// What a group does if all copies of rows of tables are lost with their workers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum OnRowsLost {
+    /// It goes back to the newest checkpoint.
+    #[default]
+    GoBack,
+    /// It goes on, with the rows of the newest checkpoint in place of the lost ones.
+    Stale,
 }
 
 /// Number of records of a step.
@@ -164,45 +308,6 @@ impl Batch {
             Self::Global(records) => records.get().div_ceil(world_size.max(1) as u64),
             Self::PerWorker(records) => records.get(),
         }
-    }
-}
-
-/// The options that a job whose results do not depend on its workers is limited in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Deterministic {
-    /// Number of records of a step.
-    pub batch: Batch,
-    /// Records of a micro-batch; `None` for the default.
-    pub micro_batch: Option<NonZeroU64>,
-    /// Data type of gradients on the wire.
-    pub wire_dtype: WireDtype,
-}
-
-impl Deterministic {
-    /// Records of a micro-batch, and number of micro-batches in a step.
-    ///
-    /// # Errors
-    /// The option that is wrong, with what would be right.
-    pub fn check(self) -> Result<(NonZeroU64, u64), String> {
-        let Batch::Global(batch) = self.batch else {
-            return Err("the number of records of a step must not depend on the workers: use \
-                        --global-batch-size in place of --minibatch-size"
-                .into());
-        };
-        if self.wire_dtype != WireDtype::F32 {
-            return Err("sums must not be rounded: use --wire-dtype f32".into());
-        }
-        let default = NonZeroU64::MIN.saturating_add((batch.get() - 1) / MICRO_BATCHES_DEFAULT);
-        let micro_batch = self.micro_batch.unwrap_or(default);
-        let count = batch.get().div_ceil(micro_batch.get());
-        if count > MICRO_BATCHES_MAX {
-            let least = batch.get().div_ceil(MICRO_BATCHES_MAX);
-            return Err(format!(
-                "a step of {batch} records would have {count} micro-batches; there may be \
-                 {MICRO_BATCHES_MAX}: use --micro-batch {least} or more"
-            ));
-        }
-        Ok((micro_batch, count))
     }
 }
 
@@ -373,6 +478,8 @@ pub enum WireDtype {
     F32,
 }
 
+/// Time for a worker's final messages, and for the system to end it.
+const LEAVE_MARGIN: Duration = Duration::from_secs(2);
 /// Number of micro-batches in a step whose sum is exact, by default: each one's gradient is kept
 /// until the step is summed.
 const MICRO_BATCHES_DEFAULT: u64 = 16;
@@ -385,9 +492,14 @@ mod tests {
     use super::*;
 
     fn check(batch: Batch, micro_batch: u64, wire_dtype: WireDtype) -> Result<(u64, u64), String> {
-        let micro_batch = NonZeroU64::new(micro_batch);
-        let checked = Deterministic { batch, micro_batch, wire_dtype }.check();
-        checked.map(|(micro_batch, count)| (micro_batch.get(), count))
+        let options = WorkerOptions {
+            micro_batch: NonZeroU64::new(micro_batch),
+            wire_dtype,
+            deterministic: true,
+            ..WorkerOptions::new("", batch)
+        };
+        let checked = options.check_deterministic()?.expect("it is deterministic");
+        Ok((checked.0.get(), checked.1))
     }
 
     #[test]

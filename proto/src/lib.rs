@@ -29,9 +29,9 @@ pub use files::{FileList, FileListError, Files, ListedFile};
 pub use gpu_instance::gpu_instance;
 pub use ids::{Generation, LaunchId, WorkerId};
 pub use job::{
-    Batch, CheckpointEvery, CheckpointSpec, DATA_OF_PROGRAM, Deterministic, Format, LinkEncryption,
-    ParamDtype, Shuffle, ShuffleMode, ValidationSpec, Welcome, WireDtype, Work, WorkerOptions,
-    failed_export,
+    Batch, CheckpointEvery, CheckpointSpec, DATA_OF_PROGRAM, Format, LinkEncryption, OnNonfinite,
+    OnRowsLost, ParamDtype, Shuffle, ShuffleMode, SpecError, ValidationSpec, Welcome, WireDtype,
+    Work, WorkerOptions, failed_export,
 };
 pub use ledger::Ledger;
 pub use members::Members;

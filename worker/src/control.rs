@@ -248,10 +248,8 @@ impl Stream {
         let heartbeat;
         let (mut sigterm, mut link) = match opened.await {
             Ok((mut sigterm, link, welcome)) => {
-                heartbeat = welcome.options.heartbeat.unwrap_or(HEARTBEAT_NEVER);
-                if let Some(timeout) = welcome.options.leave_timeout {
-                    sigterm.set_timeout(timeout);
-                }
+                heartbeat = welcome.options.heartbeat().unwrap_or(HEARTBEAT_NEVER);
+                sigterm.set_timeout(welcome.options.leave_timeout());
                 let _ = tell_welcome.send(Ok(welcome));
                 (sigterm, link)
             }

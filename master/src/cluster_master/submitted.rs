@@ -73,7 +73,7 @@ impl Submitted {
         task.job.check().map_err(|e| malformed(TASK, &e))?;
         let template =
             serde_json::from_str(need(WORKER_POD)?).map_err(|e| malformed(WORKER_POD, &e))?;
-        let table_server = match task.job.table_servers {
+        let table_server = match task.job.options.table_servers {
             0 => None,
             _ => serde_json::from_str(need(TABLE_SERVER_POD)?)
                 .map_err(|e| malformed(TABLE_SERVER_POD, &e))?,

@@ -6,7 +6,7 @@ use crate::job::Event;
 impl Master {
     /// Requests a checkpoint from the group. Returns the newest committed step.
     pub(super) fn checkpoint(&mut self) -> Result<u64, String> {
-        if self.job.spec().checkpoints.is_none() {
+        if self.job.spec().options.checkpoints.is_none() {
             return Err(
                 "this job writes no checkpoints: it was started without --checkpoint-dir".into()
             );
@@ -62,7 +62,7 @@ impl Master {
                 "the model of step {step} is not saved yet: the job tries once more, and then \
                  ends; {at_once} ends it at once"
             ),
-            Some(step) if spec.checkpoints.is_some() => format!(
+            Some(step) if spec.options.checkpoints.is_some() => format!(
                 "the checkpoint of step {step}, the last one, is not written yet: the job waits \
                  for up to {} s, and then ends; {at_once} ends it at once",
                 self.job.stop_wait().as_secs()

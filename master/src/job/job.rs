@@ -1,6 +1,7 @@
 //! The job: its parts, and the dispatch of events and timers to their handlers.
 
-use elasticdl_proto::WorkerId;
+use elasticdl_proto::{WorkerId, WorkerOptions};
+
 use uuid::Uuid;
 
 use super::action::{Action, MasterMessage, Outcome};
@@ -36,7 +37,7 @@ impl Job {
     #[must_use]
     pub fn new(spec: JobSpec) -> Self {
         let mut job = Self::new_silent(spec);
-        let JobSpec { table_servers, table_replicas, .. } = job.spec;
+        let WorkerOptions { table_servers, table_replicas, .. } = job.spec.options;
         if (1..u32::from(table_replicas)).contains(&table_servers) {
             job.log_event(format!(
                 "{} for {table_replicas} copies of each row: the others are on workers",

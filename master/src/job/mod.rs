@@ -104,6 +104,7 @@ pub use reporting::views::Snapshot;
 pub use spec::{
     Batch, CheckpointEvery, CheckpointSpec, Format, JobSpec, LinkEncryption, OnNonfinite,
     OnRowsLost, ParamDtype, Shuffle, ShuffleMode, SpecError, ValidationSpec, WireDtype, Work,
+    WorkerOptions,
 };
 pub use spec::{MAX_WORKERS_PER_POD, multiples_near};
 pub use text::{counted, format_metrics, format_value};

@@ -3,6 +3,7 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
+use elasticdl_proto::WorkerOptions;
 use elasticdl_proto::{Cause, FailedShard, FileList, Generation, MembershipChange, WorkerId};
 
 use super::action::{Membership, Outcome};
@@ -18,12 +19,15 @@ use super::workers::table::WorkerTable;
 /// A job of three workers and two epochs, with four records per step, and seed 7.
 pub(crate) fn spec() -> JobSpec {
     JobSpec {
-        epochs: 2,
-        seed: 7,
         max_worker_restarts: 3,
         restart_without_checkpoint: true,
-        // A leaving worker is released after 10 s.
-        grace_period: Duration::from_secs(14),
+        options: WorkerOptions {
+            epochs: 2,
+            seed: 7,
+            // A leaving worker is released after 10 s.
+            grace_period: Duration::from_secs(14),
+            ..WorkerOptions::new("data", Batch::Global(NonZeroU64::new(4).unwrap()))
+        },
         ..JobSpec::new("job", "data", 3, Batch::Global(NonZeroU64::new(4).unwrap()))
     }
 }
@@ -41,9 +45,12 @@ pub(crate) fn largest() -> Job {
     let mut job = Job::new(JobSpec {
         num_workers: WORKERS,
         max_workers: WORKERS,
-        training_data: long("data"),
-        resume_from: Some(long("from")),
-        work: Work::Train { export: Some(long("export")) },
+        options: WorkerOptions {
+            training_data: long("data"),
+            resume_from: Some(long("from")),
+            work: Work::Train { export: Some(long("export")) },
+            ..spec().options
+        },
         ..spec()
     });
     let address =

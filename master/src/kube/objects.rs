@@ -112,7 +112,7 @@ impl Objects {
             |pod: &Pod| serde_json::to_string_pretty(pod).expect("a pod's keys are strings");
         let task = serde_json::to_string_pretty(&request.task).expect("a task's keys are strings");
         let mut data = BTreeMap::from([(TASK.into(), task), (WORKER_POD.into(), to_json(&worker))]);
-        if request.task.job.table_servers > 0 {
+        if request.task.job.options.table_servers > 0 {
             let resources = request.pods.table_server_resources.as_ref().unwrap_or(of_worker);
             let server = worker_template(request, resources)?;
             data.insert(TABLE_SERVER_POD.into(), to_json(&server));
@@ -313,7 +313,7 @@ fn worker_template(request: &Request, resources: &Resources) -> Result<Pod, Temp
         automount_service_account_token: Some(false),
         scheduler_name: gang.and_then(|gang| gang.scheduler.scheduler_name()).map(String::from),
         volumes: Some(volumes),
-        ..parts::pod_spec(pods, request.task.job.grace_period)
+        ..parts::pod_spec(pods, request.task.job.options.grace_period)
     };
     let of_user = pods.worker_pod_template.as_ref();
     let mut spec = template::merge(spec, of_user, WORKER)?;

@@ -1,5 +1,6 @@
 use std::num::{NonZeroU16, NonZeroU64};
 
+use elasticdl_proto::WorkerOptions;
 use elasticdl_proto::{RecordRange, RestoredCheckpoint, SavedCheckpoint, ValidationSpec};
 
 use super::*;
@@ -24,7 +25,10 @@ fn change(generation: u64, at_step: u64, lost: &[u64], joined: &[u64]) -> Member
 fn facts() -> JobFacts {
     let batch = Batch::Global(NonZeroU64::new(32).unwrap());
     JobFacts {
-        spec: JobSpec { epochs: 3, seed: 3, ..JobSpec::new("j", "d", 2, batch) },
+        spec: JobSpec {
+            options: WorkerOptions { epochs: 3, seed: 3, ..WorkerOptions::new("d", batch) },
+            ..JobSpec::new("j", "d", 2, batch)
+        },
         files: FileList::pack([("d/a.csv", 60), ("d/b.csv", 40)]),
         order: Some(RANDOM),
         begun: Some(Begun::default()),
@@ -146,7 +150,7 @@ fn what_is_not_known_is_said_and_not_guessed() {
     assert_eq!(unordered.lineage(&number(0)), Err(LineageError::OrderUnknown));
 
     let mut per_worker = facts();
-    per_worker.spec.batch = Batch::PerWorker(NonZeroU64::new(10).unwrap());
+    per_worker.spec.options.batch = Batch::PerWorker(NonZeroU64::new(10).unwrap());
     assert!(per_worker.lineage(&number(0)).unwrap().epochs[0].step.is_some());
     per_worker.progress.memberships.push(change(2, 3, &[1], &[3]));
     let lineage = per_worker.lineage(&number(0)).unwrap();
@@ -154,7 +158,7 @@ fn what_is_not_known_is_said_and_not_guessed() {
     assert!(lineage.notes[0].contains("--minibatch-size"), "{:?}", lineage.notes);
 
     let mut ended = facts();
-    (ended.progress.has_ended, ended.spec.max_steps) = (true, Some(5));
+    (ended.progress.has_ended, ended.spec.options.max_steps) = (true, Some(5));
     let states = |facts: &JobFacts| {
         let rows = facts.lineage(&number(0)).unwrap().epochs;
         rows.iter().map(|row| row.state).collect::<Vec<_>>()
@@ -162,7 +166,7 @@ fn what_is_not_known_is_said_and_not_guessed() {
     assert_eq!(states(&ended)[2], StepState::NotTrained);
     ended.progress.has_ended = false;
     assert_eq!(states(&ended)[2], StepState::NotTrained, "--max-steps");
-    ended.spec.max_steps = None;
+    ended.spec.options.max_steps = None;
     assert_eq!(states(&ended)[2], StepState::ToCome);
     ended.begun = Some(Begun { step: 50, records: 100 });
     assert_eq!(states(&ended)[0], StepState::Before);
@@ -174,7 +178,7 @@ fn what_is_not_known_is_said_and_not_guessed() {
 fn validation_data_is_named_within_its_file_and_said_to_be_so() {
     let mut facts = facts();
     let split = Split::new(NonZeroU16::new(100).unwrap(), 3);
-    facts.spec.validation = Some(ValidationSpec {
+    facts.spec.options.validation = Some(ValidationSpec {
         data: "d".into(),
         every: None,
         metric: "loss".into(),

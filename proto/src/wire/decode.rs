@@ -5,7 +5,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
-use std::num::{NonZeroU16, NonZeroU64};
 use std::time::Duration;
 
 use super::commits::committed;
@@ -15,15 +14,11 @@ use super::requests::{JoinRequest, JoinResponse};
 use super::v1::{self, master_message, worker_message};
 use crate::files::{FileList, ListedFile};
 use crate::ids::{Generation, LaunchId, WorkerId};
-use crate::job::{
-    Batch, CheckpointEvery, CheckpointSpec, Deterministic, Format, LinkEncryption, ParamDtype,
-    Shuffle, ValidationSpec, Welcome, WireDtype, Work, WorkerOptions,
-};
+use crate::job::{Welcome, WorkerOptions};
 use crate::limits::{
-    AUDIT_MAX, BATCH_RECORDS_MAX, CHANNELS_MAX, CHECKPOINT_NAME_BYTES_MAX, DATASET_FILES_MAX,
-    DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, METRIC_NAME_BYTES_MAX, METRICS_MAX,
-    PARAMETERS_MAX, PATH_BYTES_MAX, PHASE_US_MAX, PLACE_BYTES_MAX, SKIPPED_LISTED_MAX,
-    SKIPPED_TEXT_BYTES_MAX, STEPS_MAX, SUMMARY_BYTES_MAX, TABLE_LAG_MAX, TABLE_REPLICAS_MAX,
+    CHECKPOINT_NAME_BYTES_MAX, DATASET_FILES_MAX, DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX,
+    METRIC_NAME_BYTES_MAX, METRICS_MAX, PARAMETERS_MAX, PATH_BYTES_MAX, PHASE_US_MAX,
+    PLACE_BYTES_MAX, SKIPPED_LISTED_MAX, SKIPPED_TEXT_BYTES_MAX, STEPS_MAX, SUMMARY_BYTES_MAX,
     WORKERS_MAX, clip,
 };
 use crate::members::Members;
@@ -344,149 +339,12 @@ fn master_message(before: &Members, kind: master_message::Kind) -> Checked<Maste
 }
 
 fn welcome(welcome: v1::Welcome) -> Checked<Welcome> {
-    let v1::Welcome { worker, options: sent, incarnation, serves_tables } = welcome;
-    let options = options(sent.ok_or("welcome.options: must be there")?)?;
+    let v1::Welcome { worker, options: json, incarnation, serves_tables } = welcome;
+    let options: WorkerOptions =
+        serde_json::from_str(&json).map_err(|error| format!("welcome.options: {error}"))?;
+    options.check().map_err(|error| format!("welcome.options: {error}"))?;
+    options.check_deterministic().map_err(|error| format!("options.deterministic: {error}"))?;
     Ok(Welcome { worker: WorkerId(worker), incarnation, serves_tables, options })
-}
-
-fn options(options: v1::Options) -> Checked<WorkerOptions> {
-    let wire_dtype = match options.wire_dtype() {
-        v1::WireDtype::Bf16 => WireDtype::Bf16,
-        v1::WireDtype::F16 => WireDtype::F16,
-        v1::WireDtype::F32 => WireDtype::F32,
-    };
-    // A worker that guessed would train other parameters than the group.
-    let param_dtype = match v1::ParamDtype::try_from(options.param_dtype) {
-        Ok(v1::ParamDtype::Bf16) => ParamDtype::Bf16,
-        Ok(v1::ParamDtype::F32) => ParamDtype::F32,
-        Err(_) => return Err("options.param_dtype: must be a choice that is known".into()),
-    };
-    // A worker that does not know a newer choice must not send in plain what should be encrypted.
-    let link_encryption = match v1::LinkEncryption::try_from(options.link_encryption) {
-        Ok(v1::LinkEncryption::Auto) => LinkEncryption::Auto,
-        Ok(v1::LinkEncryption::Off) => LinkEncryption::Off,
-        Ok(v1::LinkEncryption::On) => LinkEncryption::On,
-        Err(_) => return Err("options.link_encryption: must be a choice that is known".into()),
-    };
-    let batch = match options.batch.ok_or("options.batch: must be there")? {
-        v1::options::Batch::GlobalBatchSize(records) => Batch::Global(batch_records(records)?),
-        v1::options::Batch::MinibatchSize(records) => Batch::PerWorker(batch_records(records)?),
-    };
-    // 0 means 1.
-    let channels = u64::from(options.channels.max(1));
-    let channels = within("options.channels", channels, 1, CHANNELS_MAX.into())?;
-    let table_replicas = u64::from(options.table_replicas);
-    let table_replicas =
-        within("options.table_replicas", table_replicas, 1, TABLE_REPLICAS_MAX.into())?;
-    let table_lag = within("options.table_lag", options.table_lag.into(), 0, TABLE_LAG_MAX.into())?;
-    let audit = within("options.audit", options.audit.into(), 0, AUDIT_MAX.into())?;
-    let (work, validation) = work(options.work.ok_or("options.work: must be there")?)?;
-    let micro_batch = within("options.micro_batch", options.micro_batch, 0, BATCH_RECORDS_MAX)?;
-    let micro_batch = NonZeroU64::new(micro_batch);
-    if options.deterministic {
-        let deterministic = Deterministic { batch, micro_batch, wire_dtype };
-        deterministic.check().map_err(|error| format!("options.deterministic: {error}"))?;
-    }
-    Ok(WorkerOptions {
-        training_data: options.training_data,
-        epochs: within_u32("options.epochs", options.epochs, EPOCHS_MAX)?,
-        max_steps: options.max_steps,
-        batch,
-        seed: options.seed,
-        shuffle: shuffle(options.shuffle)?,
-        micro_batch,
-        deterministic: options.deterministic,
-        bad_records_max: options.bad_records_max,
-        heartbeat: options.heartbeat_ms.map(|ms| Duration::from_millis(ms.max(1))),
-        worker_timeout: options.worker_timeout_ms.map(Duration::from_millis),
-        leave_timeout: options.leave_timeout_ms.map(Duration::from_millis),
-        checkpoints: options.checkpoints.map(checkpoints).transpose()?,
-        resume_from: options.resume_from,
-        validation,
-        work,
-        wire_dtype,
-        channels: channels as u8,
-        skips_nonfinite: options.skip_nonfinite,
-        allows_mixed_builds: options.allow_mixed_builds,
-        table_replicas: table_replicas as u8,
-        stale_rows: options.stale_rows,
-        shard_optimizer: options.shard_optimizer,
-        param_dtype,
-        table_memory: options.table_memory,
-        export_changes_since: options.export_changes_since,
-        table_lag: table_lag as u8,
-        table_servers: options.table_servers,
-        audit: audit as u32,
-        link_encryption,
-    })
-}
-
-fn shuffle(shuffle: Option<v1::Shuffle>) -> Checked<Shuffle> {
-    let sent = shuffle.ok_or("options.shuffle: must be there")?;
-    // A worker that guessed would train other records than the group.
-    let mode = order::decode_mode(sent.mode)
-        .ok_or("options.shuffle.mode: must be a choice that is known")?;
-    Ok(Shuffle { mode, buffer: NonZeroU64::new(sent.buffer) })
-}
-
-fn batch_records(records: u64) -> Checked<NonZeroU64> {
-    within("options.batch", records, 1, BATCH_RECORDS_MAX)?;
-    Ok(NonZeroU64::new(records).expect("at least 1"))
-}
-
-fn work(work: v1::options::Work) -> Checked<(Work, Option<ValidationSpec>)> {
-    Ok(match work {
-        v1::options::Work::Evaluate(v1::Evaluate { model }) => (Work::Evaluate { model }, None),
-        v1::options::Work::Predict(predict) => {
-            let format = match predict.format() {
-                v1::Format::Csv => Format::Csv,
-                v1::Format::Jsonl => Format::Jsonl,
-                v1::Format::Parquet => Format::Parquet,
-                v1::Format::Unspecified => {
-                    return Err("predict.format: must be one that this worker knows".into());
-                }
-            };
-            (Work::Predict { model: predict.model, output: predict.output, format }, None)
-        }
-        v1::options::Work::Train(v1::Train { export, validation }) => {
-            let validation = validation.map(|sent| {
-                let v1::Validation {
-                    data,
-                    every,
-                    metric,
-                    highest,
-                    patience,
-                    split_thousandths,
-                    export_best,
-                } = sent;
-                let every = every.map(|steps| steps.max(1));
-                let split = within("validation.split", split_thousandths.into(), 0, 999)?;
-                let split = NonZeroU16::new(split as u16);
-                Ok::<_, String>(ValidationSpec {
-                    data,
-                    every,
-                    metric,
-                    highest,
-                    patience,
-                    split,
-                    export_best,
-                })
-            });
-            let validation = validation.transpose()?;
-            (Work::Train { export }, validation)
-        }
-    })
-}
-
-fn checkpoints(options: v1::CheckpointOptions) -> Checked<CheckpointSpec> {
-    let v1::CheckpointOptions { dir, every, keep, exclusive } = options;
-    let every = match every.ok_or("checkpoints.every: must be there")? {
-        v1::checkpoint_options::Every::Steps(steps) => CheckpointEvery::Steps(
-            NonZeroU64::new(steps).ok_or("checkpoints.every: must be at least 1 step")?,
-        ),
-        v1::checkpoint_options::Every::Ms(ms) => CheckpointEvery::Time(Duration::from_millis(ms)),
-    };
-    Ok(CheckpointSpec { dir, every, keep, exclusive })
 }
 
 // ---- both ----

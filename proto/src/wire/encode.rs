@@ -1,7 +1,6 @@
 //! From the types of this crate to the messages of the schema.
 
 use std::net::SocketAddr;
-use std::num::NonZeroU64;
 use std::time::Duration;
 
 use super::difference::Difference;
@@ -10,10 +9,7 @@ use super::requests::JoinRequest;
 use super::v1::{self, master_message, worker_message};
 use crate::files::FileList;
 use crate::ids::WorkerId;
-use crate::job::{
-    Batch, CheckpointEvery, CheckpointSpec, Format, LinkEncryption, ParamDtype, Shuffle,
-    ValidationSpec, Welcome, WireDtype, Work, WorkerOptions,
-};
+use crate::job::Welcome;
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
     CheckpointNews, Committed, Evaluated, Failure, Finished, Heartbeat, LedgerReport,
@@ -239,106 +235,9 @@ pub(super) fn master_message(message: &MasterMessage) -> v1::MasterMessage {
 
 pub(super) fn welcome(welcome: Welcome) -> v1::MasterMessage {
     let Welcome { worker, incarnation, serves_tables, options: of_job } = welcome;
-    let options = Some(options(of_job));
+    let options = serde_json::to_string(&of_job).expect("the options' keys are strings");
     let welcome = v1::Welcome { worker: worker.0, options, incarnation, serves_tables };
     v1::MasterMessage { kind: Some(master_message::Kind::Welcome(welcome)) }
-}
-
-fn options(options: WorkerOptions) -> v1::Options {
-    let batch = match options.batch {
-        Batch::Global(records) => v1::options::Batch::GlobalBatchSize(records.get()),
-        Batch::PerWorker(records) => v1::options::Batch::MinibatchSize(records.get()),
-    };
-    let wire_dtype = match options.wire_dtype {
-        WireDtype::Bf16 => v1::WireDtype::Bf16,
-        WireDtype::F16 => v1::WireDtype::F16,
-        WireDtype::F32 => v1::WireDtype::F32,
-    };
-    let param_dtype = match options.param_dtype {
-        ParamDtype::Bf16 => v1::ParamDtype::Bf16,
-        ParamDtype::F32 => v1::ParamDtype::F32,
-    };
-    let link_encryption = match options.link_encryption {
-        LinkEncryption::Auto => v1::LinkEncryption::Auto,
-        LinkEncryption::Off => v1::LinkEncryption::Off,
-        LinkEncryption::On => v1::LinkEncryption::On,
-    };
-    v1::Options {
-        training_data: options.training_data,
-        epochs: options.epochs,
-        max_steps: options.max_steps,
-        batch: Some(batch),
-        seed: options.seed,
-        shuffle: Some(shuffle(options.shuffle)),
-        micro_batch: options.micro_batch.map_or(0, NonZeroU64::get),
-        deterministic: options.deterministic,
-        bad_records_max: options.bad_records_max,
-        heartbeat_ms: options.heartbeat.map(millis),
-        worker_timeout_ms: options.worker_timeout.map(millis),
-        checkpoints: options.checkpoints.map(checkpoints),
-        resume_from: options.resume_from,
-        wire_dtype: wire_dtype.into(),
-        channels: options.channels.into(),
-        skip_nonfinite: options.skips_nonfinite,
-        allow_mixed_builds: options.allows_mixed_builds,
-        table_replicas: options.table_replicas.into(),
-        stale_rows: options.stale_rows,
-        shard_optimizer: options.shard_optimizer,
-        param_dtype: param_dtype.into(),
-        table_memory: options.table_memory,
-        export_changes_since: options.export_changes_since,
-        table_lag: options.table_lag.into(),
-        table_servers: options.table_servers,
-        audit: options.audit,
-        leave_timeout_ms: options.leave_timeout.map(millis),
-        link_encryption: link_encryption.into(),
-        work: Some(work(options.work, options.validation)),
-    }
-}
-
-fn shuffle(shuffle: Shuffle) -> v1::Shuffle {
-    let mode = order::encode_mode(shuffle.mode).into();
-    v1::Shuffle { mode, buffer: shuffle.buffer.map_or(0, NonZeroU64::get) }
-}
-
-fn work(work: Work, validation: Option<ValidationSpec>) -> v1::options::Work {
-    match work {
-        Work::Evaluate { model } => v1::options::Work::Evaluate(v1::Evaluate { model }),
-        Work::Predict { model, output, format } => {
-            let format = match format {
-                Format::Csv => v1::Format::Csv,
-                Format::Jsonl => v1::Format::Jsonl,
-                Format::Parquet => v1::Format::Parquet,
-            };
-            v1::options::Work::Predict(v1::Predict { model, output, format: format.into() })
-        }
-        Work::Train { export } => {
-            let validation = validation.map(|spec| {
-                let ValidationSpec { data, every, metric, highest, patience, split, export_best } =
-                    spec;
-                let split_thousandths = split.map_or(0, |split| split.get().into());
-                v1::Validation {
-                    data,
-                    every,
-                    metric,
-                    highest,
-                    patience,
-                    split_thousandths,
-                    export_best,
-                }
-            });
-            v1::options::Work::Train(v1::Train { export, validation })
-        }
-    }
-}
-
-fn checkpoints(spec: CheckpointSpec) -> v1::CheckpointOptions {
-    let CheckpointSpec { dir, every, keep, exclusive } = spec;
-    let every = match every {
-        CheckpointEvery::Steps(steps) => v1::checkpoint_options::Every::Steps(steps.get()),
-        CheckpointEvery::Time(time) => v1::checkpoint_options::Every::Ms(millis(time)),
-    };
-    v1::CheckpointOptions { dir, every: Some(every), keep, exclusive }
 }
 
 // ---- both ----

@@ -4,6 +4,8 @@ use std::net::SocketAddr;
 use std::num::{NonZeroU16, NonZeroU64};
 use std::time::Duration;
 
+use serde_json::json;
+
 use super::v1::worker_message::Kind;
 use super::{JoinRequest, JoinResponse, SharedMessage, Wire as _, decode, encode, v1};
 use crate::files::FileList;
@@ -308,9 +310,8 @@ fn options() -> WorkerOptions {
         max_steps: Some(9),
         batch: Batch::PerWorker(records),
         seed: 5,
-        heartbeat: Some(Duration::from_millis(100)),
         worker_timeout: Some(Duration::from_secs(1)),
-        leave_timeout: Some(Duration::from_secs(28)),
+        grace_period: Duration::from_secs(20),
         checkpoints: Some(CheckpointSpec {
             dir: "/c".into(),
             every: CheckpointEvery::Time(Duration::from_secs(30)),
@@ -330,12 +331,12 @@ fn options() -> WorkerOptions {
         work: Work::Train { export: Some("/m".into()) },
         wire_dtype: WireDtype::F16,
         channels: 4,
-        skips_nonfinite: true,
-        allows_mixed_builds: true,
+        on_nonfinite: crate::OnNonfinite::Skip,
+        allow_mixed_builds: true,
         link_encryption: crate::LinkEncryption::On,
         bad_records_max: 6,
         table_replicas: 3,
-        stale_rows: true,
+        on_rows_lost: crate::OnRowsLost::Stale,
         shard_optimizer: true,
         param_dtype: crate::ParamDtype::Bf16,
         table_memory: Some(1 << 20),
@@ -513,35 +514,25 @@ fn a_hello_or_welcome_out_of_bounds_is_refused_by_name() {
         let JoinRequest::Invalid(reason) = decode::join_request(sent) else { panic!("{field}") };
         assert!(reason.contains(field), "{field}: {reason}");
     }
-    let welcome = |change: fn(&mut v1::Options)| {
-        let (worker, options) = (WorkerId(8), options());
-        let sent = Welcome { worker, incarnation: 3, serves_tables: false, options };
-        let Some(v1::master_message::Kind::Welcome(mut sent)) = encode::welcome(sent).kind else {
-            panic!("no welcome")
-        };
-        change(sent.options.as_mut().unwrap());
+    let valid = serde_json::to_value(options()).unwrap();
+    let welcome = |field: &str, value: serde_json::Value| {
+        let mut options = valid.clone();
+        *options.pointer_mut(field).unwrap() = value;
+        let sent = v1::Welcome { worker: 8, options: options.to_string(), ..Default::default() };
         let kind = Some(v1::master_message::Kind::Welcome(sent));
         match decode::join_response(&Members::default(), v1::MasterMessage { kind }) {
             JoinResponse::Invalid(reason) => reason,
             other => panic!("{other:?}"),
         }
     };
-    assert!(welcome(|o| o.batch = None).contains("options.batch"));
-    assert!(welcome(|o| o.batch = Some(v1::options::Batch::GlobalBatchSize(0))).contains("batch"));
-    assert!(welcome(|o| o.channels = 17).contains("options.channels"));
-    assert!(welcome(|o| o.shuffle = None).contains("options.shuffle"));
-    let all_of_it = |o: &mut v1::Options| {
-        let Some(v1::options::Work::Train(train)) = &mut o.work else { panic!("{o:?}") };
-        train.validation.as_mut().unwrap().split_thousandths = 1000;
-    };
-    assert!(welcome(all_of_it).contains("validation.split"));
-    let unknown = |o: &mut v1::Options| o.shuffle = Some(v1::Shuffle { mode: 9, buffer: 0 });
-    assert!(welcome(unknown).contains("options.shuffle.mode"));
-    assert!(welcome(|o| o.link_encryption = 9).contains("options.link_encryption"));
-    assert!(welcome(|o| o.work = None).contains("options.work"));
-    assert!(
-        welcome(|o| o.checkpoints.as_mut().unwrap().every = None).contains("checkpoints.every")
-    );
+    assert!(welcome("/batch", json!(null)).contains("welcome.options"));
+    assert!(welcome("/batch", json!({"Global": 0})).contains("nonzero"));
+    assert!(welcome("/batch", json!({"Global": u64::MAX})).contains("batch"));
+    assert!(welcome("/channels", json!(17)).contains("channels"));
+    assert!(welcome("/validation/split", json!(1000)).contains("validation.split"));
+    assert!(welcome("/shuffle/mode", json!("Newer")).contains("`Newer`"));
+    assert!(welcome("/link_encryption", json!("Newer")).contains("`Newer`"));
+    assert!(welcome("/deterministic", json!(true)).contains("--global-batch-size"));
 }
 
 #[test]

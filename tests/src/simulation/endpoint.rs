@@ -175,7 +175,7 @@ impl World {
     fn wait_for_answer(&mut self, p: usize) -> Option<CollectiveError> {
         let Process { threads, trainer, .. } = &mut self.processes[p];
         threads[TRAINER].doing = Doing::Connecting;
-        let (limit, ring) = (self.setting.spec.worker_timeout?, trainer.ring.as_ref()?);
+        let (limit, ring) = (self.setting.spec.options.worker_timeout?, trainer.ring.as_ref()?);
         let due = ring.dialled + limit.as_micros() as Micros;
         if self.clock.now() >= due {
             return Some(self.broke(p, TransferError::Unanswered));
@@ -242,7 +242,7 @@ impl World {
         };
         match error {
             TransferError::Unanswered => {
-                let waited = self.setting.spec.worker_timeout.unwrap_or_default();
+                let waited = self.setting.spec.options.worker_timeout.unwrap_or_default();
                 let rank = (rank + 1) % world;
                 CollectiveError::Unreachable { rank, member, waited }
             }

@@ -103,8 +103,12 @@ impl World {
         trace!(self, "CHOICE: {choice}");
         self.oracle.coverage.faults += 1;
         self.fault_plan.healed_since = None;
-        let timeout =
-            self.setting.spec.worker_timeout.map_or(0, |timeout| timeout.as_micros() as Micros);
+        let timeout = self
+            .setting
+            .spec
+            .options
+            .worker_timeout
+            .map_or(0, |timeout| timeout.as_micros() as Micros);
         let plan = &mut self.fault_plan;
         plan.links_may_break |= matches!(choice, Choice::Cut(1.., _) | Choice::Kill(_));
         plan.heals_after = match choice {

@@ -314,7 +314,7 @@ impl World {
         let mut links = self.net.links_of(p + 1);
         // A member that waits for a dial that was lost on the network is only detected by the
         // worker timeout, if there is one.
-        let is_limited = self.setting.spec.worker_timeout.is_some();
+        let is_limited = self.setting.spec.options.worker_timeout.is_some();
         links.retain(|&link| {
             let link = self.net.link(link);
             link.is_control == is_control && (link.is_established || is_limited)
@@ -364,7 +364,8 @@ impl World {
 
     /// Heals the fault after a span around the worker timeout, on both sides of it.
     pub(super) fn heal_later(&mut self, undo: Undo) {
-        let timeout = self.setting.spec.worker_timeout.map_or(400_000, |t| t.as_micros() as Micros);
+        let timeout =
+            self.setting.spec.options.worker_timeout.map_or(400_000, |t| t.as_micros() as Micros);
         let most = [timeout / 20, timeout / 2, timeout, timeout * 2, timeout * 4]
             [self.rng.below(5) as usize];
         let span = self.rng.between(1, most);

@@ -169,7 +169,8 @@ impl World {
             })
         };
         // What the master knows of waiting ranks is at least one heartbeat old.
-        let grace = self.setting.spec.worker_timeout.unwrap_or_default().as_micros() as Micros / 4;
+        let grace =
+            self.setting.spec.options.worker_timeout.unwrap_or_default().as_micros() as Micros / 4;
         let has_formed = group.is_some_and(|m| {
             let history = self.oracle.histories.get(&m.generation.0);
             history.is_some_and(|history| history.formed_at + grace <= self.clock.now())
@@ -229,7 +230,7 @@ impl World {
         let is_member = newest.is_some_and(|m| m.rank_of(worker).is_some());
         // It may also wait for its checkpoint, which only itself could tell.
         let patience =
-            self.setting.spec.worker_timeout.unwrap_or_default().as_micros() as Micros / 2;
+            self.setting.spec.options.worker_timeout.unwrap_or_default().as_micros() as Micros / 2;
         let has_stalled = self.oracle.committed_at + patience <= self.clock.now();
         let goes = lost_contact && (!is_member || has_stalled || !self.is_unharmed(newest));
         // Where no worker waits, the master can't tell which member hangs.
@@ -462,13 +463,13 @@ impl World {
         let last = first.ok_or("the last group has no members")?;
         let counted = last.parameters.iter().filter(|&&n| n == 1).count() as u64;
         let all = self.setting.parameters() as u64;
-        let is_full = counted == all || self.setting.spec.max_steps == Some(last.step);
+        let is_full = counted == all || self.setting.spec.options.max_steps == Some(last.step);
         let is_once = last.parameters.iter().all(|&n| n <= 1);
         self.check_touches(last.step, &last.parameters)?;
         if !is_once || !is_full || last.counted != counted || last.repeated != 0 {
             return Err(format!("some record was not absorbed exactly once: {last:?}"));
         }
-        if self.setting.spec.validation.is_some() && last.evaluated != last.step {
+        if self.setting.spec.options.validation.is_some() && last.evaluated != last.step {
             return Err(format!("step {} is not evaluated at the end", last.step));
         }
         let summary = self.master.job.summary(self.time()).records;

@@ -87,7 +87,7 @@ impl World {
         }
         let state = &mut self.processes[p].control_state;
         if !state.is_leaving() {
-            let timeout = self.setting.spec.leave_timeout().as_micros() as Micros;
+            let timeout = self.setting.spec.options.leave_timeout().as_micros() as Micros;
             self.clock.after(timeout, Event::LeaveDue { p });
         }
         if let Some(leaving) = self.processes[p].control_state.terminate() {
@@ -160,7 +160,7 @@ impl World {
     }
 
     fn on_welcome(&mut self, p: usize, worker: WorkerId, incarnation: u64) {
-        let options = self.setting.spec.worker_options();
+        let options = self.setting.spec.options.clone();
         let serves_tables = self.serves_tables(p);
         let welcome = Welcome { worker, incarnation, serves_tables, options };
         let process = &mut self.processes[p];
@@ -278,7 +278,7 @@ impl World {
     }
 
     pub(super) fn on_heartbeat(&mut self, p: usize) {
-        let Some(heartbeat) = self.setting.spec.heartbeat() else { return };
+        let Some(heartbeat) = self.setting.spec.options.heartbeat() else { return };
         let is_gone = matches!(self.processes[p].control, Control::Closing(_));
         if self.processes[p].control == Control::Open {
             let stall = self.stall(p, heartbeat);

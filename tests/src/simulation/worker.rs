@@ -157,7 +157,7 @@ impl Worker {
                     }),
                     links: Box::new(SimulatedLinks { requests: self.requests }),
                     checkpoints: Box::new(SimulatedCheckpoints {
-                        is_written: setting.spec.checkpoints.is_some(),
+                        is_written: setting.spec.options.checkpoints.is_some(),
                         completions: self.completions,
                     }),
                     machine: Arc::new(SimulatedMachine),
@@ -167,7 +167,7 @@ impl Worker {
                     evaluation: evaluation(&setting),
                     tables: (id, setting.tables.unwrap_or(NO_TABLES)),
                     chunks: setting.layout().zip(setting.chunks.map(|(_, bytes)| bytes)),
-                    goes_on_with_older: setting.spec.on_rows_lost == OnRowsLost::Stale,
+                    goes_on_with_older: setting.spec.options.on_rows_lost == OnRowsLost::Stale,
                 };
                 let trainer =
                     SimulatedTrainer::new(parts, &inbox, outbox.clone(), self.holds_state);
@@ -231,20 +231,21 @@ fn session(setting: &Setting, id: WorkerId, origin: Origin, dataset: &FileList) 
     let spec = &setting.spec;
     let plan = JobPlan {
         records: dataset.records(),
-        epochs: spec.epochs,
-        max_steps: spec.max_steps,
+        epochs: spec.options.epochs,
+        max_steps: spec.options.max_steps,
         size: StepSize {
-            batch: spec.batch,
-            micro_batch: spec.micro_batch.map_or(1, NonZeroU64::get),
+            batch: spec.options.batch,
+            micro_batch: spec.options.micro_batch.map_or(1, NonZeroU64::get),
         },
-        checkpoints: spec.checkpoints.as_ref().map(|kept| kept.every),
+        checkpoints: spec.options.checkpoints.as_ref().map(|kept| kept.every),
         evaluation: evaluation(setting),
         skips_nonfinite: false,
         allows_mixed_builds: false,
-        exports_best: spec.seed.is_multiple_of(2),
+        exports_best: spec.options.seed.is_multiple_of(2),
         has_tables: setting.tables.is_some(),
         shards_optimizer: setting.chunks.is_some(),
-        audit: (spec.audit > 0).then_some(AuditPlan { seed: spec.seed, per_million: spec.audit }),
+        audit: (spec.options.audit > 0)
+            .then_some(AuditPlan { seed: spec.options.seed, per_million: spec.options.audit }),
     };
     let mut session = Session::new(id, plan).on_gpu(setting.gpus.is_some()).of(origin);
     session.ready(setting.parameters() as u64);
@@ -253,7 +254,7 @@ fn session(setting: &Setting, id: WorkerId, origin: Origin, dataset: &FileList) 
 
 /// When the model is evaluated: on two blocks of data.
 fn evaluation(setting: &Setting) -> Option<Plan> {
-    setting.spec.validation.as_ref().map(|spec| Plan {
+    setting.spec.options.validation.as_ref().map(|spec| Plan {
         records: BLOCK_RECORDS + 1,
         every: spec.every,
         metric: spec.metric.clone(),

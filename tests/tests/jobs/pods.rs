@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use elasticdl_master::event_loop::{JobResult, Master, UserCommand};
+use elasticdl_master::job::WorkerOptions;
 use elasticdl_master::job::{Batch, JobSpec, Outcome, Snapshot, Status};
 use elasticdl_master::jobdir::JobDir;
 use elasticdl_master::listener::ServerConfig;
@@ -39,9 +40,9 @@ fn spec(data: &str) -> JobSpec {
         min_workers: 2,
         max_workers: 8,
         workers_per_pod: 2,
-        epochs: EPOCHS,
         max_worker_restarts: 1,
         restart_without_checkpoint: true,
+        options: WorkerOptions { epochs: EPOCHS, ..WorkerOptions::new(data, batch) },
         ..JobSpec::new("count", data, 4, batch)
     }
 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use elasticdl_master::certificates::Certificates;
 use elasticdl_master::event_loop::{JobResult, Master};
+use elasticdl_master::job::WorkerOptions;
 use elasticdl_master::job::{Batch, JobSpec, LaunchId, Outcome};
 use elasticdl_master::jobdir::{JobDir, worker_log};
 use elasticdl_master::listener::{Identity, ServerConfig};
@@ -27,7 +28,10 @@ fn certificates() -> Certificates {
 
 fn spec(data: &Path) -> JobSpec {
     let batch = Batch::Global(NonZeroU64::new(20).unwrap());
-    JobSpec { epochs: 2, ..JobSpec::new("count", data.to_str().unwrap(), 2, batch) }
+    JobSpec {
+        options: WorkerOptions { epochs: 2, ..WorkerOptions::new(data.to_str().unwrap(), batch) },
+        ..JobSpec::new("count", data.to_str().unwrap(), 2, batch)
+    }
 }
 
 /// A job whose master presents the certificate `shown`, and whose workers verify `ca` and `name`,

@@ -1,6 +1,5 @@
 //! A worker's part in the training of a model.
 
-use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,7 +7,7 @@ use std::time::Duration;
 use elasticdl_collective::Endpoint;
 use elasticdl_data::worker::set_stop_flag;
 use elasticdl_data::{Dataset, Purpose};
-use elasticdl_proto::{Deterministic, ParamDtype, Welcome, WireDtype, Work, WorkerOptions};
+use elasticdl_proto::{OnNonfinite, ParamDtype, Welcome, WireDtype, Work, WorkerOptions};
 use elasticdl_tables::{ChunkLayout, Chunks, Table};
 
 use super::export_best;
@@ -166,14 +165,11 @@ fn plan_of(options: &WorkerOptions, dataset: &Dataset, evaluation: Option<&Plan>
         records: dataset.files.iter().map(|file| file.records).sum(),
         epochs: options.epochs,
         max_steps: options.max_steps,
-        size: StepSize {
-            batch: options.batch,
-            micro_batch: options.micro_batch.map_or(1, NonZeroU64::get),
-        },
+        size: StepSize { batch: options.batch, micro_batch: options.micro_batch_records().get() },
         checkpoints: options.checkpoints.as_ref().map(|spec| spec.every),
         evaluation: evaluation.cloned(),
-        skips_nonfinite: options.skips_nonfinite,
-        allows_mixed_builds: options.allows_mixed_builds,
+        skips_nonfinite: options.on_nonfinite == OnNonfinite::Skip,
+        allows_mixed_builds: options.allow_mixed_builds,
         exports_best: export_best(options).is_some(),
         has_tables: false,
         shards_optimizer: options.shard_optimizer,
@@ -266,11 +262,7 @@ fn tensors_on<M: Model>(
 
 /// The sum of a job whose results do not depend on its workers; `None` for other jobs.
 fn exact_sum(options: &WorkerOptions, tensors: &Tensors) -> Result<Option<ExactSum>, String> {
-    if !options.deterministic {
-        return Ok(None);
-    }
-    let WorkerOptions { batch, micro_batch, wire_dtype, .. } = *options;
-    let (_, micro_batches) = Deterministic { batch, micro_batch, wire_dtype }.check()?;
+    let Some((_, micro_batches)) = options.check_deterministic()? else { return Ok(None) };
     match tensors {
         Tensors::Host { state, .. } => Ok(Some(ExactSum::new(state.gradient.len(), micro_batches))),
         Tensors::Device { .. } => {

@@ -105,7 +105,7 @@ impl Checkpointing {
             store: Box::new(StoredCheckpoints { locations, fingerprint, writer, wait: None }),
             run,
             best_metric,
-            allows_mixed_builds: options.allows_mixed_builds,
+            allows_mixed_builds: options.allow_mixed_builds,
         })
     }
 }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use elasticdl_collective::{CollectiveError, Communicator};
-use elasticdl_proto::{Generation, RecordRange, WorkerId, WorkerOptions};
+use elasticdl_proto::{Generation, OnRowsLost, RecordRange, WorkerId, WorkerOptions};
 use elasticdl_tables::{
     BatchRows, Ids, InvalidRows, LostShards, Member, Owned, OwnedHeader, OwnedSize, Placement,
     Recovery, RowGradients, SHARDS, SavedShards, Settings, StepCommit, Table,
@@ -134,7 +134,7 @@ impl RowTables {
         let settings = Settings { seed, shards, copies, lag, copy_bytes, copy_rate };
         let tables = Self::with(me, settings, specs)?;
         Some(Self {
-            goes_on_with_older: options.stale_rows,
+            goes_on_with_older: options.on_rows_lost == OnRowsLost::Stale,
             memory_max: TableMemory::new(options.table_memory),
             export_since: options.export_changes_since,
             ..tables

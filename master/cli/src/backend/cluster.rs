@@ -288,7 +288,7 @@ impl JobHandle for ClusterHandle {
 
 /// Checks that a job would not lose its state if it were suspended.
 pub(crate) fn check_suspendable(spec: &JobSpec) -> Result<(), Failure> {
-    if spec.work.trains() && spec.checkpoints.is_none() {
+    if spec.options.work.trains() && spec.options.checkpoints.is_none() {
         return Err(Failure::usage(
             "this job writes no checkpoints, so its state would be lost: it was started without \
              --checkpoint-dir",

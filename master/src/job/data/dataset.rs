@@ -86,7 +86,7 @@ impl Dataset {
 
 /// Checks whether the job can run on these files.
 fn check(list: &FileList, spec: &JobSpec) -> Result<(), String> {
-    let data = &shown_sources(&spec.training_data);
+    let data = &shown_sources(&spec.options.training_data);
     if list.is_empty() {
         return Err(format!("{data:?} holds no files; name a file, or a folder with at least one"));
     }
@@ -99,20 +99,21 @@ fn check(list: &FileList, spec: &JobSpec) -> Result<(), String> {
     // A sum that does not fit is shown as the largest number, which is too many.
     let records = list.records();
     // Doubled, so that sums of counted and repeated records can't overflow either.
-    if records.checked_mul(u64::from(spec.epochs)).and_then(|n| n.checked_mul(2)).is_none() {
+    if records.checked_mul(u64::from(spec.options.epochs)).and_then(|n| n.checked_mul(2)).is_none()
+    {
         return Err(format!(
             "{data:?} holds more records over {} epochs than can be counted",
-            spec.epochs
+            spec.options.epochs
         ));
     }
     if records == 0 {
         return Err(format!("{data:?} holds {} files but no records", list.len()));
     }
-    let (name, batch) = match spec.batch {
+    let (name, batch) = match spec.options.batch {
         Batch::Global(records) => ("--global-batch-size", records.get()),
         Batch::PerWorker(records) => ("--minibatch-size", records.get()),
     };
-    if batch > records && spec.work.trains() {
+    if batch > records && spec.options.work.trains() {
         return Err(format!(
             "{name} {batch} is larger than the data set of {records} records; choose at most \
              {records}"
@@ -126,6 +127,8 @@ const FILES_MAX: usize = 1 << 20;
 #[cfg(test)]
 mod tests {
     use std::num::NonZeroU64;
+
+    use elasticdl_proto::WorkerOptions;
 
     use super::*;
     use crate::job::testing::{dataset, spec};
@@ -155,10 +158,22 @@ mod tests {
         assert!(refused(&[0, 0], &spec()).contains("2 files but no records"));
         let error = refused(&[3], &spec());
         assert!(error.contains("--global-batch-size 4") && error.contains("3 records"), "{error}");
-        let minibatch = JobSpec { batch: Batch::PerWorker(NonZeroU64::new(9).unwrap()), ..spec() };
+        let minibatch = JobSpec {
+            options: WorkerOptions {
+                batch: Batch::PerWorker(NonZeroU64::new(9).unwrap()),
+                ..spec().options
+            },
+            ..spec()
+        };
         let error = refused(&[3], &minibatch);
         assert!(error.contains("--minibatch-size 9") && error.contains("3 records"), "{error}");
         assert!(refused(&[u64::MAX, 1], &spec()).contains("counted"));
-        assert!(refused(&[u64::MAX / 2], &JobSpec { epochs: 3, ..spec() }).contains("counted"));
+        assert!(
+            refused(
+                &[u64::MAX / 2],
+                &JobSpec { options: WorkerOptions { epochs: 3, ..spec().options }, ..spec() }
+            )
+            .contains("counted")
+        );
     }
 }

@@ -45,11 +45,11 @@ impl JobData {
         spec: &JobSpec,
     ) -> Result<(), String> {
         let dataset = Dataset::new(files, spec)?;
-        let shards = match spec.work.trains() {
+        let shards = match spec.options.work.trains() {
             true => None,
             false => Some(ShardLeases::new(Shards::cut(&dataset, spec.records_per_shard)?)),
         };
-        let cache = LedgerCache::new(dataset.records(), spec.epochs);
+        let cache = LedgerCache::new(dataset.records(), spec.options.epochs);
         self.described = Some(Described { dataset, order, cache, shards });
         Ok(())
     }

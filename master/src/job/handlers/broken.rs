@@ -29,7 +29,7 @@ impl Job {
         if suspicion.is_some_and(|s| s.is_unreachable) {
             // All dials began, and so end, at about the same time: further reports show which
             // member is at fault.
-            wait = wait.max(self.spec.heartbeat().unwrap_or_default());
+            wait = wait.max(self.spec.options.heartbeat().unwrap_or_default());
         }
         if self.group.begin_break(now + wait) {
             self.out.set_timer(now + wait, Timer::Broken(generation));
@@ -60,7 +60,7 @@ impl Job {
 
     /// Handles dials that members have not answered.
     fn on_unanswered(&mut self, now: Time, broken: Broken) {
-        let heartbeat = self.spec.heartbeat().unwrap_or_default();
+        let heartbeat = self.spec.options.heartbeat().unwrap_or_default();
         let is_silent = |id| self.workers.get(id).is_some_and(|w| !w.is_heard(now, heartbeat));
         if heartbeat > Duration::ZERO && self.taking_part().any(is_silent) {
             // A silent member may be at fault; the heartbeat check decides first.

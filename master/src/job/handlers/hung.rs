@@ -106,11 +106,11 @@ impl Job {
     /// The members that compute for longer than the limit while nothing else happens.
     fn hung_members(&self, now: Time) -> Vec<Hung> {
         let is_judged = self.lifecycle.is_active()
-            && self.spec.work.trains()
+            && self.spec.options.work.trains()
             && !self.workers.has_disconnected_members()
             && !(self.group.is_broken() || self.group.awaits_explanation())
             && !self.reporting.waits_for_storage();
-        let Some(heartbeat) = self.spec.heartbeat().filter(|_| is_judged) else {
+        let Some(heartbeat) = self.spec.options.heartbeat().filter(|_| is_judged) else {
             return Vec::new();
         };
         if let Some(since) = self.group.finishing_since() {
@@ -211,7 +211,7 @@ impl Job {
     /// Whether an evaluation is due at this step, or may be: at the end of the job, or because the
     /// group is further than a master that takes over knows.
     fn is_evaluating(&self) -> bool {
-        let Some(validation) = &self.spec.validation else { return false };
+        let Some(validation) = &self.spec.options.validation else { return false };
         let (step, last) = (self.data.step(), self.reporting.last_evaluated());
         let is_due = |every| every > 0 && step / every > last / every;
         let is_last_due = self.is_at_end() && step > last;
@@ -220,7 +220,7 @@ impl Job {
 
     /// Whether the group has made its last step: it evaluates, exports and writes a checkpoint.
     pub(crate) fn is_at_end(&self) -> bool {
-        self.spec.max_steps.is_some_and(|max| self.data.step() >= max)
+        self.spec.options.max_steps.is_some_and(|max| self.data.step() >= max)
             || self.data.counted() >= self.data.expected()
     }
 }

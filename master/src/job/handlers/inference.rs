@@ -42,7 +42,7 @@ impl Job {
 
     /// Handles a worker's request for more shards. A group that trains needs no leases.
     pub(crate) fn on_lease_request(&mut self, worker: WorkerId, shards: u64) {
-        let is_inference = !self.spec.work.trains();
+        let is_inference = !self.spec.options.work.trains();
         let Some(w) = self.workers.get_mut(worker).filter(|_| is_inference) else { return };
         if matches!(w.stage(), Stage::Joining | Stage::Describing) || w.is_released() {
             return;

@@ -46,7 +46,7 @@ impl Job {
     /// The lowest rank reports that a group has formed. If it dies before, the others' heartbeats
     /// tell that they hold a state.
     pub(crate) fn on_heartbeat(&mut self, now: Time, worker: WorkerId, heartbeat: Heartbeat) {
-        let interval = self.spec.heartbeat().unwrap_or_default();
+        let interval = self.spec.options.heartbeat().unwrap_or_default();
         let Some(w) = self.workers.get_mut(worker) else { return };
         w.note_stall(now, heartbeat.stall, interval);
         w.usage = heartbeat.usage.or(w.usage);
@@ -58,7 +58,7 @@ impl Job {
 
     /// Sets the timer of the next heartbeat check, as long as there are workers.
     pub(crate) fn watch_heartbeats(&mut self, now: Time) {
-        if let Some(timeout) = self.spec.worker_timeout
+        if let Some(timeout) = self.spec.options.worker_timeout
             && self.workers.connected().next().is_some()
             && !self.out.has_timer(Timer::HeartbeatCheck)
         {
@@ -69,7 +69,7 @@ impl Job {
     /// Evicts silent workers that the ring shows to be lost. `at` is the time at which the check
     /// was due.
     pub(crate) fn on_heartbeat_check(&mut self, now: Time, at: Time) {
-        let Some(timeout) = self.spec.worker_timeout else { return };
+        let Some(timeout) = self.spec.options.worker_timeout else { return };
         if !self.lifecycle.is_active() {
             return;
         }
@@ -126,7 +126,7 @@ impl Job {
     /// The members that wait, if no member computes; `None` while the group may still make
     /// progress.
     fn stuck(&self, now: Time, timeout: Duration) -> Option<Stuck> {
-        let heartbeat = self.spec.heartbeat()?;
+        let heartbeat = self.spec.options.heartbeat()?;
         let mut stuck = Stuck::default();
         for id in self.taking_part().filter(|&id| !self.group.has_finished(id)) {
             let stalled = self.workers.get(id)?.stalled()?;
@@ -146,7 +146,8 @@ impl Job {
     /// Heartbeats older than `after` are ignored.
     pub(crate) fn is_group_stalled(&self, now: Time, after: Time) -> bool {
         let is_broken = self.group.is_broken() || self.group.awaits_explanation();
-        let (Some(timeout), Some(heartbeat)) = (self.spec.worker_timeout, self.spec.heartbeat())
+        let (Some(timeout), Some(heartbeat)) =
+            (self.spec.options.worker_timeout, self.spec.options.heartbeat())
         else {
             return is_broken && self.taking_part().next().is_some();
         };
@@ -154,7 +155,7 @@ impl Job {
             let workers = self.taking_part().filter_map(|id| Some((id, self.workers.get(id)?)));
             workers.filter(|(_, w)| w.is_heard(now, heartbeat))
         };
-        if !self.spec.work.trains() || heard().next().is_none() {
+        if !self.spec.options.work.trains() || heard().next().is_none() {
             return false;
         }
         if is_broken {
@@ -180,7 +181,7 @@ impl Job {
     /// How long a worker has been silent, if it is lost.
     fn lost_after(&self, w: &Worker, now: Time, timeout: Duration) -> Option<Duration> {
         let silence = now.since(w.heard());
-        let heartbeat = self.spec.heartbeat().unwrap_or_default();
+        let heartbeat = self.spec.options.heartbeat().unwrap_or_default();
         if silence <= timeout + heartbeat {
             return None;
         }
@@ -190,7 +191,7 @@ impl Job {
         let may_hold_up = w.is_member() || w.is_reserve() || w.is_released();
         let limit = if is_cut_off {
             until_its_end
-        } else if !self.spec.work.trains() {
+        } else if !self.spec.options.work.trains() {
             timeout + heartbeat
         } else if !may_hold_up {
             // A worker that is no member holds no other worker up.

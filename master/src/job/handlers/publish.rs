@@ -55,7 +55,7 @@ impl Job {
         if self.lifecycle.is_suspended() && !self.lifecycle.is_stopping() {
             self.advance_suspension(now);
         }
-        if !self.spec.work.trains() {
+        if !self.spec.options.work.trains() {
             return self.reconcile_inference(now);
         }
         if self.group.is_finished() {
@@ -77,11 +77,11 @@ impl Job {
         let limits = Limits {
             // A group that only has to finish its step needs no further members.
             min: if is_ending { 0 } else { self.spec.min_workers as usize },
-            wanted: (self.lifecycle.wanted() + self.spec.table_servers) as usize,
+            wanted: (self.lifecycle.wanted() + self.spec.options.table_servers) as usize,
             join_window_open: self.lifecycle.is_join_window_open(now),
             admits: !is_ending,
             // A group that is at its end hands nothing over.
-            keeps_leavers: (self.spec.shard_optimizer || self.reporting.may_have_tables())
+            keeps_leavers: (self.spec.options.shard_optimizer || self.reporting.may_have_tables())
                 && (self.group.is_broken() || self.is_at_end()),
         };
         if let Some(Change { members, abort }) = self.group.next(&self.workers, limits) {
@@ -137,12 +137,12 @@ impl Job {
         let carries_state = members.iter().any(|(_, w)| w.has_state());
         self.lifecycle.note_published();
         let kept = self.reporting.newest_checkpoint().map(|kept| kept.step);
-        let start = match (carries_state, &self.spec.checkpoints) {
+        let start = match (carries_state, &self.spec.options.checkpoints) {
             (true, _) => "",
             // All members have left in order.
             (false, Some(_)) if kept == Some(self.data.step()) => " from the newest checkpoint",
             (false, Some(_))
-                if self.reporting.has_checkpoint() || self.spec.resume_from.is_some() =>
+                if self.reporting.has_checkpoint() || self.spec.options.resume_from.is_some() =>
             {
                 " from the newest checkpoint, as the state is lost"
             }

@@ -51,7 +51,7 @@ impl Job {
         let Some(launch) = self.workers.get_launch(launch_of(worker)) else { return false };
         let Some(w) = launch.worker() else { return false };
         let goes = w.is_released() || self.group.has_finished(worker) || launch.is_killed();
-        self.lifecycle.is_active() && self.spec.work.trains() && !goes
+        self.lifecycle.is_active() && self.spec.options.work.trains() && !goes
     }
 
     fn disconnect(&mut self, now: Time, worker: WorkerId) {
@@ -95,7 +95,7 @@ impl Job {
     fn reconnect_deadline(&self, disconnected: &Disconnected, is_group_stalled: bool) -> Time {
         // A group that ends makes no more steps, which would show that members are alive.
         let finishing_since = self.group.finishing_since();
-        let shows_members = self.spec.work.trains() && finishing_since.is_none();
+        let shows_members = self.spec.options.work.trains() && finishing_since.is_none();
         let is_member = disconnected.rank.is_some();
         let wait = if is_member && shows_members && !is_group_stalled {
             self.spec.master_timeout + RECONNECT_SLACK
@@ -111,7 +111,7 @@ impl Job {
     /// master at least once a second; a worker that is stopped for less than the timeout must get
     /// its chance.
     fn reconnect_wait(&self) -> Duration {
-        let silence = self.spec.worker_timeout.unwrap_or_default();
+        let silence = self.spec.options.worker_timeout.unwrap_or_default();
         (silence + RECONNECT_SLACK).max(RECONNECT_WAIT_MIN)
     }
 

@@ -222,7 +222,7 @@ impl Job {
 
     /// What the budget of failures is measured by: steps, or records of an inference job.
     pub(crate) fn work_done(&self) -> u64 {
-        if self.spec.work.trains() { self.data.step() } else { self.data.counted() }
+        if self.spec.options.work.trains() { self.data.step() } else { self.data.counted() }
     }
 
     /// The user's rule for the end of a pod. Rules are about ends that the master has not caused,

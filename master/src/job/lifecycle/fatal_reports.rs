@@ -71,7 +71,7 @@ impl Job {
     /// Whether a group has formed, or a shard of an inference job is done: the program, its options
     /// and its data have worked once.
     fn has_worked(&self) -> bool {
-        match self.spec.work.trains() {
+        match self.spec.options.work.trains() {
             true => self.reporting.has_formed(),
             false => self.data.counted() > 0,
         }

@@ -10,7 +10,7 @@ impl Job {
     /// Says that the final model of a job that was stopped at `step` is not evaluated: that may
     /// take longer than a stop may.
     pub(super) fn log_unevaluated(&mut self, step: u64) {
-        let Some(spec) = &self.spec.validation else { return };
+        let Some(spec) = &self.spec.options.validation else { return };
         let last = self.reporting.last_evaluated();
         if last >= step {
             return;
@@ -48,7 +48,7 @@ impl Job {
 
     /// Says that no worker exports the model of a job that is stopped without its group.
     pub(super) fn log_unexported(&mut self) {
-        let Work::Train { export: Some(export) } = &self.spec.work else { return };
+        let Work::Train { export: Some(export) } = &self.spec.options.work else { return };
         let newest = self.checkpoints().and_then(|known| known.newest_address());
         let remedy = match (newest, self.reporting.newest_checkpoint()) {
             (Some(address), Some(newest)) => format!(

@@ -41,7 +41,7 @@ impl Job {
     /// that are not members leave when no member of the pod remains.
     pub(crate) fn release_pod(&mut self, now: Time, launch: LaunchId, reason: &str) {
         let workers = self.workers.workers_of_pod(launch);
-        if self.spec.work.trains() && workers.iter().any(|&id| self.workers.is_member(id)) {
+        if self.spec.options.work.trains() && workers.iter().any(|&id| self.workers.is_member(id)) {
             for id in workers {
                 self.workers.get_mut(id).expect("it was just found").leave();
             }
@@ -95,8 +95,8 @@ impl Job {
         self.workers.pod_mut(launch).for_each(|l| l.leave());
         self.out.mark_dirty();
         self.log_event(format!("worker {worker} has received SIGTERM and leaves"));
-        if is_member && self.spec.work.trains() {
-            self.out.set_timer(now + self.spec.leave_wait(), Timer::Leave(worker));
+        if is_member && self.spec.options.work.trains() {
+            self.out.set_timer(now + self.spec.options.leave_wait(), Timer::Leave(worker));
         } else {
             self.release(now, worker, "it leaves");
         }

@@ -127,14 +127,14 @@ impl Job {
         let (expected, step) = (self.data.expected(), self.data.step());
         let is_trained = self.group.finishing_since().is_some()
             || (expected > 0 && self.data.counted() == expected)
-            || self.spec.max_steps.is_some_and(|max| step >= max);
-        let trains = self.lifecycle.is_running() && self.spec.work.trains();
+            || self.spec.options.max_steps.is_some_and(|max| step >= max);
+        let trains = self.lifecycle.is_running() && self.spec.options.work.trains();
         (trains && is_trained).then_some(step)
     }
 
     /// How long a group may take to finish its step, and to write its last checkpoint or its model.
     pub(crate) fn stop_wait(&self) -> Duration {
-        let writes = self.spec.checkpoints.is_some() || self.spec.exports();
+        let writes = self.spec.options.checkpoints.is_some() || self.spec.exports();
         if writes || self.group.finishing_since().is_some() {
             STOP_WITH_FILES_WAIT
         } else {
@@ -193,7 +193,8 @@ impl Job {
         let missing = self.data.expected() - ledger.counted();
         self.data.replace_ledger(ledger);
         let step = first.step;
-        let at_max = first.stopped_early || self.spec.max_steps.is_some_and(|max| step >= max);
+        let at_max =
+            first.stopped_early || self.spec.options.max_steps.is_some_and(|max| step >= max);
         self.data.set_step(step);
         self.reporting.finish(first);
         if let Some(error) = self.reported_failure() {
@@ -308,7 +309,7 @@ impl Job {
     /// Ends a job that the user stopped and whose group can't finish, or is not waited for.
     pub(crate) fn end_stopped(&mut self) {
         let step = self.data.step();
-        if self.spec.work.trains() && step > 0 && !self.reporting.has_checkpoint() {
+        if self.spec.options.work.trains() && step > 0 && !self.reporting.has_checkpoint() {
             self.note_state_lost(step);
         }
         self.log_unexported();

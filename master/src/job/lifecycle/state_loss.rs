@@ -36,9 +36,9 @@ impl Job {
     /// ended.
     pub(crate) fn ends_without_state(&mut self, now: Time) -> bool {
         let spec = &self.spec;
-        let may_begin = spec.checkpoints.is_some() || spec.resume_from.is_some();
+        let may_begin = spec.options.checkpoints.is_some() || spec.options.resume_from.is_some();
         let is_lost = self.lifecycle.is_running()
-            && spec.work.trains()
+            && spec.options.work.trains()
             && self.data.step() > 0
             && self.reporting.has_formed()
             && !(may_begin || self.may_begin_again() || self.may_hold_state());
@@ -72,7 +72,7 @@ impl Job {
         if self.reporting.has_checkpoint() {
             return false;
         }
-        match self.spec.checkpoints.as_ref().map(|kept| kept.every) {
+        match self.spec.options.checkpoints.as_ref().map(|kept| kept.every) {
             Some(CheckpointEvery::Steps(steps)) => self.data.step() <= steps.get() * 2,
             Some(CheckpointEvery::Time(interval)) => {
                 self.trained() <= interval + interval.min(FIRST_CHECKPOINT)
@@ -99,7 +99,7 @@ impl Job {
         let touches = self.reporting.regain_rows(0);
         let what = match touches {
             None => format!("all workers are lost{cause}"),
-            Some(_) if self.spec.shard_optimizer => {
+            Some(_) if self.spec.options.shard_optimizer => {
                 format!("workers with all copies of parts of the optimizer's state are lost{cause}")
             }
             Some(touches) => format!(
@@ -116,7 +116,7 @@ impl Job {
             };
             return self.log_event(format!("{what}; training restarts from step 0{why}"));
         }
-        let wanted = match (&self.spec.checkpoints, self.reporting.has_checkpoint()) {
+        let wanted = match (&self.spec.options.checkpoints, self.reporting.has_checkpoint()) {
             (Some(kept), true) => &*format!(
                 "some were written, and {} must be kept as it is while the job runs",
                 kept.dir
@@ -157,10 +157,13 @@ impl Job {
             return;
         }
         let step = self.data.step();
-        let is_stored = self.spec.checkpoints.is_none() || newest.is_some_and(|at| at >= step);
-        let exports = matches!(self.spec.work, Work::Train { export: Some(_) });
-        let has_more =
-            self.spec.work.trains() && step > 0 && !holders.is_empty() && (!is_stored || exports);
+        let is_stored =
+            self.spec.options.checkpoints.is_none() || newest.is_some_and(|at| at >= step);
+        let exports = matches!(self.spec.options.work, Work::Train { export: Some(_) });
+        let has_more = self.spec.options.work.trains()
+            && step > 0
+            && !holders.is_empty()
+            && (!is_stored || exports);
         if !has_more || is_failing {
             return self.end(now, Outcome::Failed, Some(error));
         }
@@ -186,7 +189,7 @@ impl Job {
         let has_exited = self.lifecycle.exited_at.is_some_and(|at| step <= at + 1);
         let is_stored = self.reporting.newest_checkpoint().is_some_and(|kept| kept.step >= step);
         let is_alone = self.group.members().len() == 1 && self.group.carries_state();
-        if has_exited && is_alone && !is_stored && self.spec.checkpoints.is_some() {
+        if has_exited && is_alone && !is_stored && self.spec.options.checkpoints.is_some() {
             self.reporting.want_checkpoint();
             self.request_checkpoint();
         }
@@ -207,7 +210,7 @@ impl Job {
         let may_replace = |l: &Launch| l.stays() && !l.scheduling().is_held();
         let is_replaced = self.workers.launches().any(|(_, l)| may_replace(l));
         if is_replaced {
-            self.out.set_timer(now + self.spec.leave_wait() / 2, Timer::Suspend);
+            self.out.set_timer(now + self.spec.options.leave_wait() / 2, Timer::Suspend);
         } else {
             self.suspend();
         }
@@ -223,8 +226,8 @@ impl Job {
     fn all_leave(&self) -> bool {
         let holders = || self.workers.connected().map(|(_, w)| w).filter(|w| w.is_holder());
         self.lifecycle.is_running()
-            && self.spec.work.trains()
-            && self.spec.checkpoints.is_some()
+            && self.spec.options.work.trains()
+            && self.spec.options.checkpoints.is_some()
             && self.group.is_formed()
             && holders().next().is_some()
             && holders().all(Worker::is_leaving)

@@ -24,7 +24,8 @@ use crate::job::workers::table::worker_of;
 impl Job {
     /// Why the job can't be suspended, if it can't.
     pub(crate) fn obstacle_to_suspension(&self) -> Option<&'static str> {
-        let keeps_state = self.spec.checkpoints.is_some() || !self.spec.work.trains();
+        let keeps_state =
+            self.spec.options.checkpoints.is_some() || !self.spec.options.work.trains();
         match (self.is_ending(), keeps_state) {
             (true, _) => Some("the job is ending"),
             (false, false) => Some(
@@ -58,7 +59,7 @@ impl Job {
         self.lifecycle.is_suspended = true;
         self.lifecycle.suspended_generation = None;
         self.out.mark_dirty_urgent();
-        let how = if self.spec.work.trains() { " with a checkpoint" } else { "" };
+        let how = if self.spec.options.work.trains() { " with a checkpoint" } else { "" };
         self.log_event(format!("suspension requested: the workers end{how}"));
         self.reconcile(now);
     }
@@ -79,7 +80,7 @@ impl Job {
         // The workers that start now replace none that has failed.
         let staying = self.workers.launches().filter(|(_, l)| l.stays()).count();
         let staying = u32::try_from(staying).expect("launches are limited by max_workers");
-        let wanted = self.lifecycle.wanted + self.spec.table_servers;
+        let wanted = self.lifecycle.wanted + self.spec.options.table_servers;
         self.lifecycle.initial_launches_left = wanted.saturating_sub(staying);
         self.launch_missing(now);
         self.reconcile(now);
@@ -98,7 +99,7 @@ impl Job {
     pub(crate) fn advance_suspension(&mut self, now: Time) {
         // The report that a group has formed may be on its way, or lost.
         let has_members = self.workers.members().next().is_some();
-        let keeps_state = self.spec.work.trains() && (has_members || self.may_hold_state());
+        let keeps_state = self.spec.options.work.trains() && (has_members || self.may_hold_state());
         let launches: Vec<LaunchId> = self.workers.launches().map(|(id, _)| id).collect();
         for launch in launches {
             self.withdraw(now, launch, keeps_state);

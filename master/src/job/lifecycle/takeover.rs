@@ -166,7 +166,7 @@ impl Job {
         });
         // A worker of an inference job is no member: it is replaced, and the shards that it held
         // are processed again.
-        if self.spec.work.trains() && (has_group || self.workers.has_disconnected()) {
+        if self.spec.options.work.trains() && (has_group || self.workers.has_disconnected()) {
             self.lifecycle.takeover = Some(Takeover::new(was_formed));
         }
         self.group.note_progress(now);

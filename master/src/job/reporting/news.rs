@@ -16,7 +16,7 @@ impl Job {
 
     /// Handles the user's request for a checkpoint.
     pub(crate) fn on_checkpoint_requested(&mut self) {
-        if !self.lifecycle.is_running() || self.spec.checkpoints.is_none() {
+        if !self.lifecycle.is_running() || self.spec.options.checkpoints.is_none() {
             return;
         }
         self.log_event("checkpoint requested".into());
@@ -27,7 +27,7 @@ impl Job {
     /// Reports, once, that the next checkpoint is late.
     pub(crate) fn watch_checkpoints(&mut self, now: Time) {
         let step = self.data.step();
-        let Some(spec) = &self.spec.checkpoints else { return };
+        let Some(spec) = &self.spec.options.checkpoints else { return };
         let Some(waited) = self.reporting.late_checkpoints.late(now, step, spec.every) else {
             return;
         };
@@ -111,11 +111,11 @@ impl Job {
             }
             CheckpointNews::RowsLost { step, shards, row_touches } => {
                 let is_new = self.reporting.lose_rows(step, row_touches);
-                let then = match self.spec.on_rows_lost {
-                    OnRowsLost::Stale if !self.spec.shard_optimizer => "",
+                let then = match self.spec.options.on_rows_lost {
+                    OnRowsLost::Stale if !self.spec.options.shard_optimizer => "",
                     _ => ": the group goes back",
                 };
-                let what = match self.spec.shard_optimizer {
+                let what = match self.spec.options.shard_optimizer {
                     true => "the optimizer's state",
                     false => "the model's tables",
                 };
@@ -149,7 +149,7 @@ impl Job {
     // ---- evaluations ----
 
     pub(crate) fn on_evaluated(&mut self, report: Evaluated) {
-        let Some(spec) = &self.spec.validation else { return };
+        let Some(spec) = &self.spec.options.validation else { return };
         let known = &mut self.reporting.evaluations;
         // A group that started from a checkpoint repeats steps.
         known.all.retain(|before| before.step < report.step);
@@ -191,7 +191,8 @@ impl Job {
     /// The best model was exported, and what was there before the first one is `kept` elsewhere; or
     /// it could not be. A worker tells it again at the end of the job.
     pub(crate) fn on_best_export(&mut self, step: u64, kept: Option<Kept>, error: Option<String>) {
-        let Some(export) = self.spec.validation.as_ref().and_then(|v| v.export_best.as_ref())
+        let Some(export) =
+            self.spec.options.validation.as_ref().and_then(|v| v.export_best.as_ref())
         else {
             return;
         };

@@ -69,7 +69,7 @@ impl Job {
             generation: self.group.generation(),
             step: self.data.step(),
             epoch: ledger.map_or(0, Ledger::epoch),
-            epochs: self.spec.epochs,
+            epochs: self.spec.options.epochs,
             records_counted: ledger.map_or(0, Ledger::counted),
             records_expected: self.data.expected(),
             records_repeated: ledger.map_or(0, Ledger::repeated),
@@ -106,7 +106,9 @@ impl Job {
             Phase::Running if self.is_suspending() => "suspending",
             Phase::Running if self.lifecycle.is_suspended() => "suspended",
             Phase::Running if self.lifecycle.is_taking_over() => "resuming",
-            Phase::Running if !self.spec.work.trains() && self.workers.has_members() => "running",
+            Phase::Running if !self.spec.options.work.trains() && self.workers.has_members() => {
+                "running"
+            }
             Phase::Running if !self.workers.has_members() && self.is_queued() => "queued",
             Phase::Running if self.group.generation() == Generation::default() => "starting",
             Phase::Running if self.group.is_broken() => "waiting",
@@ -136,7 +138,7 @@ impl Job {
             Stage::Preparing => "preparing",
             Stage::Fetching => "fetching",
             Stage::Ready => "ready",
-            Stage::Member { .. } => match self.spec.work {
+            Stage::Member { .. } => match self.spec.options.work {
                 Work::Evaluate { .. } => "evaluating",
                 Work::Predict { .. } => "predicting",
                 Work::Train { .. } if self.serves_tables(id) => "serving",
@@ -179,8 +181,8 @@ impl Job {
 
     /// Whether a connected worker has sent no message for longer than the worker timeout.
     fn is_silent(&self, now: Time, worker: &Worker) -> bool {
-        let heartbeat = self.spec.heartbeat().unwrap_or_default();
-        let timeout = self.spec.worker_timeout.map(|timeout| timeout + heartbeat);
+        let heartbeat = self.spec.options.heartbeat().unwrap_or_default();
+        let timeout = self.spec.options.worker_timeout.map(|timeout| timeout + heartbeat);
         timeout.is_some_and(|timeout| now.since(worker.heard()) > timeout)
     }
 
@@ -243,7 +245,7 @@ impl Job {
         }
         let part = |done: u64, all: u64| if all == 0 { 0.0 } else { done as f64 / all as f64 };
         let records = part(self.data.counted(), self.data.expected());
-        let steps = self.spec.max_steps.map_or(0.0, |max| part(self.data.step(), max));
+        let steps = self.spec.options.max_steps.map_or(0.0, |max| part(self.data.step(), max));
         records.max(steps).min(1.0)
     }
 
@@ -257,7 +259,7 @@ impl Job {
         }
         let (counted, step) = (self.data.counted(), self.data.step());
         let records = self.data.expected().saturating_sub(counted) as f64;
-        let of_steps = self.spec.max_steps.filter(|_| step > 0).map(|max| {
+        let of_steps = self.spec.options.max_steps.filter(|_| step > 0).map(|max| {
             let records_per_step = counted as f64 / step as f64;
             max.saturating_sub(step) as f64 * records_per_step
         });
@@ -273,7 +275,7 @@ impl Job {
     #[must_use]
     pub fn summary(&self, now: Time) -> Summary {
         let records = self.records_summary();
-        let last = if self.spec.work.trains() {
+        let last = if self.spec.options.work.trains() {
             u32::try_from(self.group.members().len()).expect("members are limited by max_workers")
         } else {
             self.reporting.inference_workers()
@@ -289,7 +291,7 @@ impl Job {
             workers: WorkersSummary {
                 peak: self.reporting.totals.peak,
                 last,
-                table_servers: self.spec.table_servers,
+                table_servers: self.spec.options.table_servers,
                 restarts: self.reporting.totals.restarts,
             },
             memberships: self.reporting.memberships(),
@@ -309,7 +311,7 @@ impl Job {
             stop_reason: self.lifecycle.stop_reason().map(str::to_owned),
             model_summary: self.model_summary(),
             metrics: self.data.results().means(records.expected),
-            output: match &self.spec.work {
+            output: match &self.spec.options.work {
                 Work::Predict { output, .. } => Some(output.clone()),
                 Work::Evaluate { .. } | Work::Train { .. } => None,
             },
@@ -330,7 +332,9 @@ impl Job {
         // What the options asked for, and what of it the group came to.
         let (expected, trained) = match word {
             _ if counted == whole => (whole, whole),
-            Some(word) if word.stopped_early || self.spec.max_steps.is_some_and(reaches) => {
+            Some(word)
+                if word.stopped_early || self.spec.options.max_steps.is_some_and(reaches) =>
+            {
                 (word.records_trained, word.records_trained)
             }
             _ if self.lifecycle.outcome() == Some(Outcome::Stopped) => {
@@ -351,8 +355,8 @@ impl Job {
     /// Records of all epochs, or of `--max-steps`.
     fn records_asked_for(&self, cache: &LedgerCache) -> u64 {
         let whole = cache.expected();
-        let Some(max) = self.spec.max_steps else { return whole };
-        let of_steps = match self.spec.batch {
+        let Some(max) = self.spec.options.max_steps else { return whole };
+        let of_steps = match self.spec.options.batch {
             // The last step of an epoch may have fewer records.
             Batch::Global(batch) => {
                 let per_epoch = cache.ledger().records_per_epoch();
@@ -372,7 +376,7 @@ impl Job {
 
     /// Where the last model is. The lowest rank exports before it sends its final report.
     pub(crate) fn exported(&self) -> Option<String> {
-        let Work::Train { export: Some(export) } = &self.spec.work else { return None };
+        let Work::Train { export: Some(export) } = &self.spec.options.work else { return None };
         match self.reporting.final_report() {
             Some(report) if report.exported && report.failure.is_none() => Some(export.clone()),
             Some(report) if report.exported => Some(failed_export(export)),
@@ -389,14 +393,14 @@ impl Job {
 
     /// The checkpoints, if the job writes or restores any.
     pub(crate) fn checkpoints(&self) -> Option<CheckpointsSummary> {
-        let dir = self.spec.checkpoints.as_ref().map(|spec| spec.dir.clone());
-        let known = dir.is_some() || self.spec.resume_from.is_some();
+        let dir = self.spec.options.checkpoints.as_ref().map(|spec| spec.dir.clone());
+        let known = dir.is_some() || self.spec.options.resume_from.is_some();
         known.then(|| CheckpointsSummary { dir, ..self.reporting.totals.checkpoints.clone() })
     }
 
     /// The newest evaluation, or the result of an evaluate job.
     pub(crate) fn evaluated(&self) -> Option<Evaluated> {
-        match self.spec.work {
+        match self.spec.options.work {
             Work::Evaluate { .. } => {
                 let (step, records) = (self.data.step(), self.data.expected());
                 let metrics = self.data.results().means(records)?;
@@ -410,7 +414,7 @@ impl Job {
 
     /// The evaluations, if there is validation data.
     pub(crate) fn evaluations(&self) -> Option<EvaluationsSummary> {
-        self.spec.validation.as_ref()?;
+        self.spec.options.validation.as_ref()?;
         let mut known = self.reporting.evaluations.clone();
         known.stopped_early = self.reporting.final_report().is_some_and(|word| word.stopped_early);
         Some(known)

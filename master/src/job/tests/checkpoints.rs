@@ -1,6 +1,7 @@
 //! Checkpoint requests and reports.
 
 use elasticdl_proto::WorkerId;
+use elasticdl_proto::WorkerOptions;
 
 use super::super::*;
 use super::directed::{actions, at, committed, connect, deliver, formed, lose, started};
@@ -9,7 +10,15 @@ use crate::job::testing::spec;
 fn kept() -> JobSpec {
     let every = CheckpointEvery::Time(std::time::Duration::from_secs(60));
     JobSpec {
-        checkpoints: Some(CheckpointSpec { dir: "/c".into(), every, keep: 3, exclusive: false }),
+        options: WorkerOptions {
+            checkpoints: Some(CheckpointSpec {
+                dir: "/c".into(),
+                every,
+                keep: 3,
+                exclusive: false,
+            }),
+            ..spec().options
+        },
         ..spec()
     }
 }
@@ -175,7 +184,8 @@ fn a_group_that_has_given_up_a_checkpoint_has_its_time_again_to_end() {
 fn a_job_that_ends_says_which_steps_are_in_no_checkpoint_and_why_and_where_its_model_is() {
     let ended = |event: Event, until: u64| {
         let work = Work::Train { export: Some("/m".into()) };
-        let mut job = started(JobSpec { work, ..kept() }, &[20]);
+        let mut job =
+            started(JobSpec { options: WorkerOptions { work, ..kept().options }, ..kept() }, &[20]);
         deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
         news(&mut job, saved(1));
         job.handle(at(0), event);

@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
+use elasticdl_proto::WorkerOptions;
 use elasticdl_proto::{Generation, RankStep, RecordRange, WorkerId};
 
 use super::super::*;
@@ -553,7 +554,10 @@ fn the_rest_of_a_stopped_job_is_not_trained_and_is_expected() {
     assert_eq!((&*summary.state, summary.records), ("stopped", records));
     // The last step of an epoch has 2 records.
     let batch = Batch::Global(std::num::NonZeroU64::new(6).unwrap());
-    let asked = JobSpec { max_steps: Some(5), batch, ..spec() };
+    let asked = JobSpec {
+        options: WorkerOptions { max_steps: Some(5), batch, ..spec().options },
+        ..spec()
+    };
     assert_eq!(stopped(asked).records, RecordsSummary { expected: 26, not_trained: 18, ..records });
 }
 

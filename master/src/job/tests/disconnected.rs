@@ -1,5 +1,6 @@
 //! Workers whose stream ends while they continue to train.
 
+use elasticdl_proto::WorkerOptions;
 use elasticdl_proto::{DisconnectedStatus, Generation, WorkerId};
 
 use super::super::*;
@@ -214,7 +215,10 @@ fn a_joiner_that_does_not_reconnect_is_replaced_and_delays_no_worker() {
 
 #[test]
 fn a_disconnected_worker_repeats_its_final_report_when_it_reconnects() {
-    let mut job = started(JobSpec { epochs: 2, ..spec_of(2) }, &[20]);
+    let mut job = started(
+        JobSpec { options: WorkerOptions { epochs: 2, ..spec_of(2).options }, ..spec_of(2) },
+        &[20],
+    );
     disconnect(&mut job, 0, 2);
     deliver(&mut job, 1, finished(1, 10, 5));
     assert_eq!(&*job.status(at(0)).state, "running");
@@ -226,7 +230,10 @@ fn a_disconnected_worker_repeats_its_final_report_when_it_reconnects() {
 
 #[test]
 fn the_wait_for_a_disconnected_member_begins_when_steps_no_longer_show_that_it_is_alive() {
-    let mut job = started(JobSpec { epochs: 2, ..spec_of(2) }, &[20]);
+    let mut job = started(
+        JobSpec { options: WorkerOptions { epochs: 2, ..spec_of(2).options }, ..spec_of(2) },
+        &[20],
+    );
     disconnect(&mut job, 0, 2);
     let message = finished(1, 10, 5);
     job.handle(at(8000), Event::Message { worker: WorkerId(1), message });

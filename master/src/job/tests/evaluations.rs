@@ -1,6 +1,7 @@
 //! Evaluations of the model.
 
 use elasticdl_proto::Kept;
+use elasticdl_proto::WorkerOptions;
 
 use super::super::*;
 use super::directed::{actions, at, deliver, finished, started};
@@ -9,15 +10,18 @@ use crate::job::testing::spec;
 fn judged() -> JobSpec {
     let (data, metric) = ("v".into(), "loss".into());
     JobSpec {
-        validation: Some(ValidationSpec {
-            split: None,
-            data,
-            every: Some(10),
-            metric,
-            highest: false,
-            patience: Some(2),
-            export_best: Some("/best".into()),
-        }),
+        options: WorkerOptions {
+            validation: Some(ValidationSpec {
+                split: None,
+                data,
+                every: Some(10),
+                metric,
+                highest: false,
+                patience: Some(2),
+                export_best: Some("/best".into()),
+            }),
+            ..spec().options
+        },
         ..spec()
     }
 }

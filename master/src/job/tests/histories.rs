@@ -10,6 +10,7 @@ use super::ops::Fault;
 use super::partitions::WORKER_TIMEOUT;
 use super::world::{World, index};
 use crate::job::testing::spec;
+use elasticdl_proto::WorkerOptions;
 
 /// Applies one letter of the reduced alphabet: an event of the oldest or the youngest worker, or of
 fn letter(world: &mut World, letter: usize) {
@@ -84,7 +85,10 @@ const WITH_PARTITIONS: [usize; 8] = [0, 2, 4, 5, 6, 8, 12, 13];
 
 #[test]
 fn every_history_of_four_events_and_partitions_ends_with_each_record_counted_once() {
-    let spec = JobSpec { worker_timeout: Some(WORKER_TIMEOUT), ..small() };
+    let spec = JobSpec {
+        options: WorkerOptions { worker_timeout: Some(WORKER_TIMEOUT), ..small().options },
+        ..small()
+    };
     every_history_of(&spec, &WITH_PARTITIONS, 4);
 }
 
@@ -105,8 +109,8 @@ fn small() -> JobSpec {
         num_workers: 2,
         min_workers: 1,
         max_workers: 3,
-        epochs: 1,
         master_timeout: MASTER_TIMEOUT,
+        options: WorkerOptions { epochs: 1, ..spec().options },
         ..spec()
     }
 }
@@ -150,14 +154,17 @@ fn seeded(seed: u64) -> Outcome {
         num_workers,
         min_workers: rng.random_range(1..=num_workers),
         max_workers,
-        epochs: rng.random_range(1..=3),
-        max_steps: rng.random_ratio(1, 4).then(|| rng.random_range(1..=8)),
-        batch: Batch::Global(NonZeroU64::new(rng.random_range(1..=8)).unwrap()),
         records_per_shard: NonZeroU64::new(rng.random_range(0..=9)),
-        seed,
         max_worker_restarts: rng.random_range(0..=8),
         master_timeout: MASTER_TIMEOUT,
-        worker_timeout: rng.random_ratio(1, 2).then_some(WORKER_TIMEOUT),
+        options: WorkerOptions {
+            epochs: rng.random_range(1..=3),
+            max_steps: rng.random_ratio(1, 4).then(|| rng.random_range(1..=8)),
+            batch: Batch::Global(NonZeroU64::new(rng.random_range(1..=8)).unwrap()),
+            seed,
+            worker_timeout: rng.random_ratio(1, 2).then_some(WORKER_TIMEOUT),
+            ..spec().options
+        },
         ..spec()
     };
     let mut world = World::new(spec, records, seed);
@@ -183,7 +190,7 @@ fn random_fault(world: &mut World, max_workers: u32) {
     }
     let victim = victims[world.rng.random_range(0..victims.len())];
     let signals = [1, 2, 9, 9, 9, 9, 15, 6, 11];
-    let partitions = if world.spec.worker_timeout.is_some() { 4 } else { 0 };
+    let partitions = if world.spec.options.worker_timeout.is_some() { 4 } else { 0 };
     let fault = match world.rng.random_range(0..52 + partitions) {
         0..12 => {
             Fault::Exit(victim, Exit::Signal(signals[world.rng.random_range(0..signals.len())]))

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use elasticdl_proto::WorkerOptions;
 use elasticdl_proto::{Evaluated, Generation, WorkerId};
 
 use super::super::*;
@@ -12,8 +13,8 @@ use crate::job::testing::spec;
 fn job(workers: u32, step_timeout: Option<u64>) -> Job {
     let spec = JobSpec {
         num_workers: workers,
-        worker_timeout: Some(Duration::from_secs(1)),
         step_timeout: step_timeout.map(Duration::from_secs),
+        options: WorkerOptions { worker_timeout: Some(Duration::from_secs(1)), ..spec().options },
         ..spec()
     };
     started(spec, &[40])
@@ -135,9 +136,12 @@ fn an_evaluation_is_not_a_step() {
     let validation = validation(Some(1));
     let spec = JobSpec {
         num_workers: 1,
-        worker_timeout: Some(Duration::from_secs(1)),
         step_timeout: Some(Duration::from_secs(30)),
-        validation: Some(validation),
+        options: WorkerOptions {
+            worker_timeout: Some(Duration::from_secs(1)),
+            validation: Some(validation),
+            ..spec().options
+        },
         ..spec()
     };
     let mut job = started(spec, &[40]);
@@ -189,7 +193,7 @@ fn a_stop_does_not_evict_the_only_member_before_its_time() {
 #[test]
 fn a_member_that_hangs_after_the_last_step_is_evicted() {
     let mut job = job(3, Some(30));
-    job.spec.max_steps = Some(1);
+    job.spec.options.max_steps = Some(1);
     deliver(&mut job, 0, 1, committed(1, 1, &[(0, 4)]));
     // While no member waits, it may do anything.
     pass(&mut job, (0, 40), &[1, 2, 3], &[]);
@@ -202,8 +206,8 @@ fn a_member_that_hangs_after_the_last_step_is_evicted() {
 #[test]
 fn the_last_evaluation_is_not_a_step() {
     let mut job = job(3, Some(30));
-    job.spec.validation = Some(validation(None));
-    job.spec.max_steps = Some(1);
+    job.spec.options.validation = Some(validation(None));
+    job.spec.options.max_steps = Some(1);
     deliver(&mut job, 0, 1, committed(1, 1, &[(0, 4)]));
     pass(&mut job, (0, 600), &[1, 2, 3], &[(1, 0), (3, 0)]);
     assert_eq!(asked_and_killed(&mut job), (vec![], vec![]));
@@ -244,7 +248,7 @@ fn a_silent_member_for_whose_final_report_all_others_wait_is_evicted() {
 #[test]
 fn a_stop_without_heartbeats_gives_up_a_member_and_not_the_state() {
     let mut job = job(3, None);
-    job.spec.worker_timeout = None;
+    job.spec.options.worker_timeout = None;
     job.handle(at(0), Event::Stop);
     [2, 3].into_iter().for_each(|i| deliver(&mut job, 0, i, finished(1, 20, 7)));
     job.handle_timeout(at(60_000));
@@ -357,7 +361,7 @@ fn a_member_that_says_that_it_holds_a_state_is_not_at_its_beginning() {
 fn the_next_master_does_not_take_an_evaluation_or_a_beginning_for_a_step() {
     let waiting = [(1, 1), (3, 1)];
     let mut evaluates = job(3, Some(30));
-    evaluates.spec.validation = Some(validation(None));
+    evaluates.spec.options.validation = Some(validation(None));
     let begins = Job::restore(before_it_formed(&job(3, Some(30))), at(0)).unwrap();
     for former in [evaluates, begins] {
         let mut job = taken_over(&former, &[1, 2, 3]);
@@ -369,8 +373,8 @@ fn the_next_master_does_not_take_an_evaluation_or_a_beginning_for_a_step() {
 fn watched(num_workers: u32) -> JobSpec {
     JobSpec {
         num_workers,
-        worker_timeout: Some(Duration::from_secs(1)),
         step_timeout: Some(Duration::from_secs(30)),
+        options: WorkerOptions { worker_timeout: Some(Duration::from_secs(1)), ..spec().options },
         ..spec()
     }
 }

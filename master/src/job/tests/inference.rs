@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 
+use elasticdl_proto::WorkerOptions;
 use elasticdl_proto::{RecordRange, WorkerId};
 use rand::rngs::ChaCha8Rng;
 use rand::seq::IndexedRandom;
@@ -15,7 +16,11 @@ use crate::job::testing::{dataset, spec};
 /// Shards of 4 records.
 fn evaluate() -> JobSpec {
     let work = Work::Evaluate { model: "m".into() };
-    JobSpec { work, epochs: 1, records_per_shard: NonZeroU64::new(4), ..spec() }
+    JobSpec {
+        records_per_shard: NonZeroU64::new(4),
+        options: WorkerOptions { work, epochs: 1, ..spec().options },
+        ..spec()
+    }
 }
 
 /// A job with three ready workers.

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use elasticdl_proto::WorkerOptions;
 use elasticdl_proto::{DisconnectedStatus, RankStep, WorkerId};
 
 use super::super::*;
@@ -10,7 +11,16 @@ use crate::job::testing::spec;
 
 /// A started job with a worker timeout of one second; heartbeats are checked every 50 ms.
 fn watched() -> Job {
-    started(JobSpec { worker_timeout: Some(Duration::from_secs(1)), ..spec() }, &[20])
+    started(
+        JobSpec {
+            options: WorkerOptions {
+                worker_timeout: Some(Duration::from_secs(1)),
+                ..spec().options
+            },
+            ..spec()
+        },
+        &[20],
+    )
 }
 
 /// Advances the time to `until` in checks of 50 ms; before each, `beating` send a heartbeat.
@@ -94,7 +104,11 @@ fn any_message_counts_as_a_heartbeat() {
 
 #[test]
 fn a_master_that_was_cut_off_from_all_workers_counts_their_silence_anew() {
-    let spec = JobSpec { num_workers: 2, worker_timeout: Some(Duration::from_secs(1)), ..spec() };
+    let spec = JobSpec {
+        num_workers: 2,
+        options: WorkerOptions { worker_timeout: Some(Duration::from_secs(1)), ..spec().options },
+        ..spec()
+    };
     let mut job = started(spec, &[20]);
     job.handle(at(0), Event::Scale { num_workers: 3 });
     connect(&mut job, 3);
@@ -119,7 +133,14 @@ fn a_master_that_was_suspended_evicts_no_worker() {
 #[test]
 fn a_worker_that_falls_silent_before_it_is_a_member_causes_no_membership_change() {
     let mut job = started(
-        JobSpec { worker_timeout: Some(Duration::from_secs(1)), max_workers: 4, ..spec() },
+        JobSpec {
+            max_workers: 4,
+            options: WorkerOptions {
+                worker_timeout: Some(Duration::from_secs(1)),
+                ..spec().options
+            },
+            ..spec()
+        },
         &[20],
     );
     job.handle(at(100), Event::Scale { num_workers: 4 });

@@ -1,5 +1,6 @@
 //! Lost states, groups that end with a failure, and groups that all members leave.
 
+use elasticdl_proto::WorkerOptions;
 use elasticdl_proto::{RecordRange, WorkerId};
 
 use super::super::*;
@@ -15,7 +16,7 @@ fn alone(checkpoints: bool) -> JobSpec {
         num_workers: 1,
         max_workers: 1,
         restart_without_checkpoint: false,
-        checkpoints: checkpoints.then_some(kept),
+        options: WorkerOptions { checkpoints: checkpoints.then_some(kept), ..spec().options },
         ..spec()
     }
 }
@@ -152,8 +153,10 @@ fn a_group_that_goes_on_with_older_rows_tells_what_is_missing() {
         let name = Some("step-2".into());
         WorkerMessage::Checkpoint(CheckpointNews::OlderRows { name, missing })
     };
-    let spec = JobSpec { on_rows_lost: OnRowsLost::Stale, ..alone(true) };
-    assert!(spec.worker_options().stale_rows);
+    let spec = JobSpec {
+        options: WorkerOptions { on_rows_lost: OnRowsLost::Stale, ..alone(true).options },
+        ..alone(true)
+    };
     let mut job = started(spec, &[20]);
     trains_late(&mut job);
     // Another worker is lost before the next step, with rows of its own.
@@ -211,8 +214,16 @@ fn a_joiner_that_has_fetched_the_state_may_provide_it() {
 
 #[test]
 fn a_group_that_reports_a_failure_fails_the_job_with_its_error_and_records() {
-    let mut job =
-        started(JobSpec { work: Work::Train { export: Some("/m".into()) }, ..spec() }, &[20]);
+    let mut job = started(
+        JobSpec {
+            options: WorkerOptions {
+                work: Work::Train { export: Some("/m".into()) },
+                ..spec().options
+            },
+            ..spec()
+        },
+        &[20],
+    );
     for worker in 1..=3 {
         let WorkerMessage::Finished(mut word) = finished(1, 4, 9) else { unreachable!() };
         word.ledger = LedgerReport { epochs_complete: 0, ranges: Vec::new(), repeated: 0 };
@@ -247,7 +258,10 @@ fn a_job_gives_up_when_the_workers_that_remain_have_stored_its_newest_state() {
             num_workers: 2,
             max_workers: 2,
             max_worker_restarts: 0,
-            work: Work::Train { export: export.map(str::to_owned) },
+            options: WorkerOptions {
+                work: Work::Train { export: export.map(str::to_owned) },
+                ..alone(checkpoints).options
+            },
             ..alone(checkpoints)
         };
         let mut job = started(spec, &[20]);

@@ -216,10 +216,13 @@ impl World {
             Outcome::Completed => {
                 assert_eq!((summary.records.missing, &*summary.state), (0, "completed"));
                 assert_eq!(summary.records.expected, summary.records.counted);
-                if self.spec.max_steps.is_none() {
-                    assert_eq!(summary.records.counted, self.records * u64::from(self.spec.epochs));
+                if self.spec.options.max_steps.is_none() {
+                    assert_eq!(
+                        summary.records.counted,
+                        self.records * u64::from(self.spec.options.epochs)
+                    );
                 }
-                assert!(self.spec.max_steps.is_none_or(|max| summary.steps <= max));
+                assert!(self.spec.options.max_steps.is_none_or(|max| summary.steps <= max));
             }
             Outcome::Failed => {
                 assert!(self.counted > self.spec.max_worker_restarts, "{:?}", summary.error);

@@ -54,7 +54,7 @@ impl World {
 
     /// Delivers a heartbeat of each process that is alive and not frozen.
     pub(super) fn heartbeat(&mut self) {
-        if self.spec.worker_timeout.is_none() {
+        if self.spec.options.worker_timeout.is_none() {
             return;
         }
         for at in 0..self.processes.len() {

@@ -1,5 +1,6 @@
 //! The size of the persisted job, and its compatibility with other releases.
 
+use elasticdl_proto::WorkerOptions;
 use elasticdl_proto::{FileList, RecordRange};
 use serde_json::json;
 
@@ -125,7 +126,11 @@ fn a_refused_write_of_the_persisted_job_fails_the_job_with_the_reason() {
 #[test]
 fn the_log_states_the_numbers_of_records_and_files_and_of_the_shards_of_inference() {
     let work = Work::Evaluate { model: "m".into() };
-    let shards = JobSpec { work, records_per_shard: std::num::NonZeroU64::new(1), ..spec() };
+    let shards = JobSpec {
+        records_per_shard: std::num::NonZeroU64::new(1),
+        options: WorkerOptions { work, ..spec().options },
+        ..spec()
+    };
     for (spec, expected) in [
         (spec(), "data set: 15 records in 15 files"),
         (shards, "data set: 15 records in 15 files, 15 shards of 1 record"),

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
+use elasticdl_proto::WorkerOptions;
 
 use super::super::*;
 use super::directed::{
@@ -240,7 +241,8 @@ fn a_stopping_job_keeps_a_pod_with_a_worker_that_it_needs() {
 fn a_pod_is_not_killed_while_one_of_its_workers_finishes() {
     let every = CheckpointEvery::Time(Duration::from_secs(60));
     let checkpoints = Some(CheckpointSpec { dir: "kept".into(), every, keep: 1, exclusive: false });
-    let mut job = Job::new(JobSpec { checkpoints, ..pods() });
+    let mut job =
+        Job::new(JobSpec { options: WorkerOptions { checkpoints, ..pods().options }, ..pods() });
     (1..=2).for_each(|i| connect(&mut job, i));
     deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20])), None));
     (3..=4).for_each(|i| connect(&mut job, i));

@@ -1,5 +1,6 @@
 //! Workers that leave, until the group that goes on without them has formed.
 
+use elasticdl_proto::WorkerOptions;
 use elasticdl_proto::{TablesStatus, WorkerId};
 
 use super::super::*;
@@ -114,7 +115,11 @@ fn a_job_that_stops_or_is_suspended_keeps_the_reserve_until_the_group_has_formed
         let is_stopping = event == Event::Stop;
         let every = CheckpointEvery::Time(std::time::Duration::from_secs(60));
         let kept = CheckpointSpec { dir: "/c".into(), every, keep: 3, exclusive: false };
-        let spec = JobSpec { num_workers: 2, checkpoints: Some(kept), ..spec() };
+        let spec = JobSpec {
+            num_workers: 2,
+            options: WorkerOptions { checkpoints: Some(kept), ..spec().options },
+            ..spec()
+        };
         let mut job = started(spec, &[80]);
         deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
         scale(&mut job, 1);

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use elasticdl_proto::WorkerOptions;
 use elasticdl_proto::{Generation, WorkerId};
 
 use super::super::*;
@@ -13,7 +14,13 @@ use crate::job::testing::spec;
 fn watched() -> Job {
     let worker_timeout = Some(Duration::from_secs(1));
     super::directed::started(
-        JobSpec { worker_timeout, num_workers: 4, max_workers: 5, min_workers: 1, ..spec() },
+        JobSpec {
+            num_workers: 4,
+            max_workers: 5,
+            min_workers: 1,
+            options: WorkerOptions { worker_timeout, ..spec().options },
+            ..spec()
+        },
         &[200],
     )
 }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
+use elasticdl_proto::WorkerOptions;
 
 use super::super::*;
 use super::directed::*;
@@ -74,7 +75,8 @@ fn a_stop_says_once_for_which_storage_it_waits_and_for_how_long() {
 #[test]
 fn a_stopped_job_has_a_minute_for_its_export() {
     let work = Work::Train { export: Some("m".into()) };
-    let mut job = started(JobSpec { work, ..spec() }, &[20]);
+    let mut job =
+        started(JobSpec { options: WorkerOptions { work, ..spec().options }, ..spec() }, &[20]);
     job.handle(at(100), Event::Stop);
     job.handle_timeout(at(59_000));
     assert!(job.lifecycle.is_stopping());

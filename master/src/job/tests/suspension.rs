@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
+use elasticdl_proto::WorkerOptions;
 
 use super::super::*;
 use super::directed::{
@@ -17,8 +18,8 @@ fn with_checkpoints(num_workers: u32) -> JobSpec {
     JobSpec {
         num_workers,
         max_workers: num_workers,
-        checkpoints: Some(kept),
         restart_without_checkpoint: false,
+        options: WorkerOptions { checkpoints: Some(kept), ..spec().options },
         ..spec()
     }
 }
@@ -281,7 +282,7 @@ fn a_suspended_job_stops_at_once() {
 #[test]
 fn a_suspended_job_that_is_stopped_tells_how_its_model_is_exported() {
     let mut job = suspended();
-    job.spec.work = Work::Train { export: Some("/m".into()) };
+    job.spec.options.work = Work::Train { export: Some("/m".into()) };
     job.handle(at(0), Event::Stop);
     let events = job.status(at(0)).events;
     let told = |event: &String| {
@@ -293,7 +294,10 @@ fn a_suspended_job_that_is_stopped_tells_how_its_model_is_exported() {
 #[test]
 fn an_inference_job_gives_its_shards_to_its_next_workers() {
     let work = Work::Evaluate { model: "m".into() };
-    let mut job = started(JobSpec { num_workers: 1, work, ..spec() }, &[20]);
+    let mut job = started(
+        JobSpec { num_workers: 1, options: WorkerOptions { work, ..spec().options }, ..spec() },
+        &[20],
+    );
     deliver(&mut job, 1, WorkerMessage::LeaseRequest { shards: 1 });
     actions(&mut job);
     job.handle(at(0), Event::Suspend);
@@ -320,7 +324,8 @@ fn a_job_that_has_trained_everything_is_told_to_have_an_unsaved_model_until_it_s
     assert_eq!(job.unsaved_model(), Some(10));
     job.handle(at(100), Event::Stop);
     assert_eq!(job.unsaved_model(), None);
-    let asked = JobSpec { max_steps: Some(10), ..spec() };
+    let asked =
+        JobSpec { options: WorkerOptions { max_steps: Some(10), ..spec().options }, ..spec() };
     let mut job = started(asked, &[20]);
     deliver(&mut job, 1, committed(1, 10, &[(0, 1)]));
     assert_eq!(job.unsaved_model(), Some(10));

@@ -1,5 +1,6 @@
 //! Table servers: members that hold rows of tables and compute no records.
 
+use elasticdl_proto::WorkerOptions;
 use elasticdl_proto::{Generation, WorkerId};
 
 use super::super::*;
@@ -8,7 +9,12 @@ use crate::job::testing::{dataset, spec};
 
 /// A job of so many workers, up to 3, and of two table servers; its data set is known.
 fn described(num_workers: u32) -> Job {
-    let spec = JobSpec { num_workers, max_workers: 3, table_servers: 2, ..spec() };
+    let spec = JobSpec {
+        num_workers,
+        max_workers: 3,
+        options: WorkerOptions { table_servers: 2, ..spec().options },
+        ..spec()
+    };
     spec.check().unwrap();
     let mut job = Job::new(spec);
     assert_eq!(launches(&mut job), [launch_at(1, 0)]);
@@ -59,7 +65,10 @@ fn table_servers_have_slots_after_those_of_all_workers_and_are_replaced_there() 
 #[test]
 fn table_servers_that_are_too_few_for_all_copies_are_told() {
     let told = |table_servers| {
-        let mut job = Job::new(JobSpec { table_servers, ..spec() });
+        let mut job = Job::new(JobSpec {
+            options: WorkerOptions { table_servers, ..spec().options },
+            ..spec()
+        });
         matches!(job.poll_action(), Some(Action::Log(text)) if text.contains("copies of each row"))
     };
     assert_eq!([0, 1, 2].map(told), [false, true, false]);
@@ -120,8 +129,25 @@ fn the_status_and_the_summary_name_table_servers() {
 fn a_job_with_more_table_servers_than_it_may_have_workers_is_refused() {
     let refused = |spec: JobSpec| spec.check().unwrap_err().field;
     let work = Work::Evaluate { model: "m".into() };
-    assert_eq!(refused(JobSpec { table_servers: 1, work, ..spec() }), "table_servers");
-    assert_eq!(refused(JobSpec { table_servers: u32::MAX, ..spec() }), "table_servers");
-    let odd = JobSpec { workers_per_pod: 3, min_workers: 3, table_servers: 2, ..spec() };
+    assert_eq!(
+        refused(JobSpec {
+            options: WorkerOptions { table_servers: 1, work, ..spec().options },
+            ..spec()
+        }),
+        "table_servers"
+    );
+    assert_eq!(
+        refused(JobSpec {
+            options: WorkerOptions { table_servers: u32::MAX, ..spec().options },
+            ..spec()
+        }),
+        "table_servers"
+    );
+    let odd = JobSpec {
+        workers_per_pod: 3,
+        min_workers: 3,
+        options: WorkerOptions { table_servers: 2, ..spec().options },
+        ..spec()
+    };
     assert_eq!(refused(odd), "table_servers");
 }

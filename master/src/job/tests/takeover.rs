@@ -1,5 +1,6 @@
 //! The take-over of a job by a successor master.
 
+use elasticdl_proto::WorkerOptions;
 use elasticdl_proto::{Generation, WorkerId};
 
 use super::super::*;
@@ -379,7 +380,10 @@ fn a_scale_down_applies_before_all_workers_have_reconnected() {
 
 #[test]
 fn a_job_that_was_ending_ends_the_same_way_under_the_next_master() {
-    let mut job = started(JobSpec { epochs: 2, ..spec_of(1) }, &[20]);
+    let mut job = started(
+        JobSpec { options: WorkerOptions { epochs: 2, ..spec_of(1).options }, ..spec_of(1) },
+        &[20],
+    );
     deliver(&mut job, 1, finished(1, 10, 5));
     assert_eq!(&*job.status(at(0)).state, "ending");
     // Its program has as much time again.
@@ -401,7 +405,10 @@ fn a_job_that_was_ending_ends_the_same_way_under_the_next_master() {
 
 #[test]
 fn a_finished_group_repeats_its_final_report() {
-    let mut job = started(JobSpec { epochs: 2, ..spec_of(2) }, &[20]);
+    let mut job = started(
+        JobSpec { options: WorkerOptions { epochs: 2, ..spec_of(2).options }, ..spec_of(2) },
+        &[20],
+    );
     deliver(&mut job, 1, finished(1, 10, 5));
     let mut job = next_master(&job, 1000);
     for i in 1..=2 {

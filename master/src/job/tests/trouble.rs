@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use elasticdl_proto::WorkerOptions;
 use elasticdl_proto::{Location, WorkerId};
 
 use super::super::*;
@@ -391,7 +392,7 @@ fn lost(every: Option<CheckpointEvery>, step: u64, ms: u64) -> Job {
             num_workers: 1,
             max_workers: 1,
             restart_without_checkpoint: false,
-            checkpoints: every.map(kept),
+            options: WorkerOptions { checkpoints: every.map(kept), ..spec().options },
             ..spec()
         },
         &[40],
@@ -434,7 +435,12 @@ fn a_state_that_is_lost_before_its_first_checkpoint_was_due_is_made_again() {
 fn a_job_that_has_a_checkpoint_does_not_begin_again() {
     let every = CheckpointEvery::Time(Duration::from_secs(60));
     let kept = CheckpointSpec { dir: "/c".into(), every, keep: 3, exclusive: false };
-    let alone = JobSpec { num_workers: 1, max_workers: 1, checkpoints: Some(kept), ..spec() };
+    let alone = JobSpec {
+        num_workers: 1,
+        max_workers: 1,
+        options: WorkerOptions { checkpoints: Some(kept), ..spec().options },
+        ..spec()
+    };
     let spec = JobSpec { restart_without_checkpoint: false, ..alone };
     let mut job = started(spec, &[40]);
     deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));

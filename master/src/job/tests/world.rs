@@ -95,7 +95,7 @@ impl World {
             p.frozen && p.alive && p.worker.is_some() && !p.closed && !p.searching_for_master
         };
         if ops.is_empty()
-            && (self.spec.worker_timeout.is_none() || self.rng.random())
+            && (self.spec.options.worker_timeout.is_none() || self.rng.random())
             && let Some(p) = self.processes.iter_mut().find(silent)
         {
             // The keepalive finally detects a silent worker, even one without neighbours.
@@ -249,8 +249,8 @@ impl World {
         if members.clone().all(|p| p.newest.as_ref().is_some_and(|m| m.generation > ring)) {
             ops.push(Op::Switch(ring));
         }
-        let over = state.ledger.epoch() == self.spec.epochs
-            || self.spec.max_steps.is_some_and(|max| state.step >= max)
+        let over = state.ledger.epoch() == self.spec.options.epochs
+            || self.spec.options.max_steps.is_some_and(|max| state.step >= max)
             || members.clone().any(|p| p.drained);
         if over {
             if first.finished != Some(ring) {
@@ -312,7 +312,7 @@ impl World {
     }
 
     pub(super) fn batch(&self) -> u64 {
-        match self.spec.batch {
+        match self.spec.options.batch {
             Batch::Global(records) => records.get(),
             Batch::PerWorker(_) => unreachable!("the model group has a global batch"),
         }

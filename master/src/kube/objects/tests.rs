@@ -11,16 +11,20 @@ use crate::job::{Batch, JobSpec};
 use crate::kube::options::{
     PodOptions, PodTemplate, parse_env_from_secret, parse_resources, parse_volumes,
 };
+use elasticdl_proto::WorkerOptions;
 
 fn request() -> Request {
     let job = JobSpec {
         name: "mnist".into(),
-        training_data: "/data".into(),
         max_workers: 8,
-        epochs: 1,
-        batch: Batch::Global(64.try_into().unwrap()),
-        seed: 0,
-        worker_timeout: Some(Duration::from_millis(800)),
+        options: WorkerOptions {
+            training_data: "/data".into(),
+            epochs: 1,
+            batch: Batch::Global(64.try_into().unwrap()),
+            seed: 0,
+            worker_timeout: Some(Duration::from_millis(800)),
+            ..spec().options
+        },
         ..spec()
     };
     let pods = PodOptions {
@@ -207,7 +211,7 @@ fn credentials_in_plain_text_are_refused_wherever_they_are_written() {
     };
     refused(&|r| r.pods.env.push(("DB_PASSWORD".into(), password.into())), "DB_PASSWORD");
     refused(&|r| r.program.push(format!("--hub={token}")), "containers[0].args[1]");
-    refused(&|r| r.task.job.training_data.clone_from(&url), "task.job.training_data");
+    refused(&|r| r.task.job.options.training_data.clone_from(&url), "task.job.training_data");
     let annotation = json!({"metadata": {"annotations": {"a": token}}});
     let worker = json!({"containers": [{"name": "worker", "env": variable}]});
     let sidecar = json!({"containers": [{"name": "side", "image": "i", "env": variable}]});
@@ -481,7 +485,7 @@ fn cpus_are_limited_only_where_the_user_sets_a_limit() {
 fn pods_of_table_servers_have_resources_of_their_own() {
     let mut request = request();
     assert!(!objects(&request).anchor.data.unwrap().contains_key(TABLE_SERVER_POD));
-    request.task.job.table_servers = 2;
+    request.task.job.options.table_servers = 2;
     let memory = |request: &Request| {
         let data = objects(request).anchor.data.unwrap();
         let memory = |key: &str| {

@@ -7,6 +7,7 @@ use super::super::testing::FakeServer;
 use super::*;
 use crate::job::testing::{largest, spec};
 use crate::job::{Job, JobSpec};
+use elasticdl_proto::WorkerOptions;
 
 /// A server with the anchor of a new job.
 fn start() -> (Arc<FakeServer>, Anchor) {
@@ -36,7 +37,7 @@ fn anchor_key(fake: &FakeServer, key: &str) -> Option<String> {
 }
 
 fn seed(fake: &FakeServer) -> Option<u64> {
-    anchor_key(fake, RECORD).map(|text| read(&text).unwrap().spec().seed)
+    anchor_key(fake, RECORD).map(|text| read(&text).unwrap().spec().options.seed)
 }
 
 fn writes(fake: &FakeServer) -> usize {
@@ -45,7 +46,7 @@ fn writes(fake: &FakeServer) -> usize {
 
 /// A job that is identified by its seed.
 fn job_with_seed(seed: u64) -> PersistedJob {
-    Job::new(JobSpec { seed, ..spec() }).to_persisted()
+    Job::new(JobSpec { options: WorkerOptions { seed, ..spec().options }, ..spec() }).to_persisted()
 }
 
 async fn persisted(writer: &mut PersistedJobWriter, revision: u64) {

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::num::NonZeroU64;
 use std::time::{Duration, Instant};
 
+use elasticdl_master::job::WorkerOptions;
 use elasticdl_master::job::{
     Action, Batch, ConnectionId, Event, Exit, Job, JobSpec, LaunchId, MasterMessage, Time,
     WorkerMessage,
@@ -71,8 +72,11 @@ pub(crate) fn change_ms(workers: u32, changes: u32) -> Vec<f64> {
 fn spec(workers: u32) -> JobSpec {
     let records = NonZeroU64::new(64).expect("it is not 0");
     JobSpec {
-        epochs: 2,
         restart_without_checkpoint: true,
+        options: WorkerOptions {
+            epochs: 2,
+            ..WorkerOptions::new("none", Batch::PerWorker(records))
+        },
         ..JobSpec::new("capacity", "none", workers, Batch::PerWorker(records))
     }
 }

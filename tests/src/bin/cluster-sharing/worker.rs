@@ -104,7 +104,7 @@ impl Worker {
         mut signal: watch::Receiver<Signal>,
         mut released: oneshot::Receiver<()>,
     ) -> i32 {
-        let heartbeat = self.welcome.options.heartbeat.unwrap_or(HEARTBEAT_MAX);
+        let heartbeat = self.welcome.options.heartbeat().unwrap_or(HEARTBEAT_MAX);
         let mut heartbeats = tokio::time::interval(heartbeat.min(HEARTBEAT_MAX));
         let code = loop {
             let due = self.end_at.map(|(at, _)| at);
@@ -155,7 +155,7 @@ impl Worker {
     /// Handles SIGTERM.
     fn terminate(&mut self, grace: Duration) {
         self.send(WorkerMessage::Leaving);
-        let leave = self.welcome.options.leave_timeout.unwrap_or(grace);
+        let leave = self.welcome.options.leave_timeout();
         let now = Instant::now();
         let (time, code) =
             if leave < grace { (leave, EXIT_SIGTERM) } else { (grace, EXIT_SIGKILL) };

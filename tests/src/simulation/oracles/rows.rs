@@ -87,7 +87,7 @@ impl World {
             ));
         }
         // Rows of a checkpoint have holders from the next commit on.
-        let goes_on = self.setting.spec.on_rows_lost == OnRowsLost::Stale;
+        let goes_on = self.setting.spec.options.on_rows_lost == OnRowsLost::Stale;
         let is_whole = !goes_on || placement.lost().next().is_none();
         let Some(generation) = generation.filter(|_| is_whole) else { return };
         self.check_placement(p, (generation.0, *step), placement);
@@ -125,7 +125,7 @@ impl World {
             self.process_of(LaunchId(worker.0)).is_some_and(|p| self.serves_tables(p))
         };
         let servers = published.members.iter().filter(|(id, _)| serves(*id)).count();
-        if servers < self.setting.copies() || self.setting.spec.table_servers == 0 {
+        if servers < self.setting.copies() || self.setting.spec.options.table_servers == 0 {
             return None;
         }
         let before = self.oracle.rows.placements.get(&(at.0, at.1.checked_sub(1)?))?;

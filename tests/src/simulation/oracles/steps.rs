@@ -90,7 +90,7 @@ impl World {
             oracle.coverage.redone += u64::from(redone);
         }
         // Each group would give the step the same records.
-        if differs && matches!(self.setting.spec.batch, Batch::Global(_)) {
+        if differs && matches!(self.setting.spec.options.batch, Batch::Global(_)) {
             self.violate(format!(
                 "worker {worker}: commits another step {step} than an earlier group"
             ));
@@ -298,7 +298,7 @@ pub(in crate::simulation) fn check_order(
         repeated += u64::from(range.epoch != epoch);
     }
     let start = all - before.ledger.remaining(epoch);
-    let batch = setting.spec.batch;
+    let batch = setting.spec.options.batch;
     let of_step = match batch {
         Batch::Global(batch) => {
             let batch = batch.get();
@@ -310,7 +310,7 @@ pub(in crate::simulation) fn check_order(
             // A table server has no records, and can't read any.
             let serves =
                 |header: &&StepHeader| header.ranges.is_empty() && header.readable == Some(0);
-            let servers = setting.spec.table_servers as usize;
+            let servers = setting.spec.options.table_servers as usize;
             let servers = headers.iter().filter(serves).count().min(servers);
             let workers = headers.len().saturating_sub(servers).max(1);
             let least = all.min(start + batch.records(workers));

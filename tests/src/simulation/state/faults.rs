@@ -148,7 +148,7 @@ impl FaultPlan {
         let most = [0, 1, 2, 3, 4, 6, 8, 12][rng.below(8) as usize];
         let mut faults: VecDeque<Fault> = (0..most).map(|_| Fault::draw(rng, spec)).collect();
         // From a generator of their own, so that the other draws of a seed stay as they are.
-        let mut rng = SimRng::new(spec.seed.rotate_left(48));
+        let mut rng = SimRng::new(spec.options.seed.rotate_left(48));
         let is_control_only = rng.chance(1, 6) && setting.bad_host.is_none();
         for fault in faults.iter_mut().filter(|_| is_control_only) {
             fault.kind = rng.pick(&CONTROL_PLANE_FAULTS).unwrap_or(fault.kind);
@@ -158,13 +158,13 @@ impl FaultPlan {
                 (fault.kind, fault.moment) = (FaultKind::BreakFetches, Some(Moment::Fetching));
             }
         }
-        let may_suspend = spec.checkpoints.is_some() && !is_control_only;
+        let may_suspend = spec.options.checkpoints.is_some() && !is_control_only;
         for fault in faults.iter_mut().filter(|_| may_suspend) {
             if rng.chance(1, 12) {
                 fault.kind = FaultKind::Suspend;
             }
         }
-        let may_hang = spec.step_timeout.is_some() && spec.worker_timeout.is_some();
+        let may_hang = spec.step_timeout.is_some() && spec.options.worker_timeout.is_some();
         for fault in faults.iter_mut().filter(|_| !is_control_only) {
             if rng.chance(1, 15) {
                 fault.kind = FaultKind::ReplaceMaster;
@@ -184,19 +184,19 @@ impl FaultPlan {
             }
         }
         let may_leave = !is_control_only && setting.bad_host.is_none();
-        let mut of_leaves = SimRng::new(spec.seed.rotate_left(36));
+        let mut of_leaves = SimRng::new(spec.options.seed.rotate_left(36));
         for fault in faults.iter_mut().filter(|_| may_leave) {
             if of_leaves.chance(1, if setting.shards() > 0 { 3 } else { 12 }) {
                 fault.kind = FaultKind::LeaveAndCrash;
             }
         }
-        let mut of_rows = SimRng::new(spec.seed.rotate_left(44));
+        let mut of_rows = SimRng::new(spec.options.seed.rotate_left(44));
         for fault in faults.iter_mut().filter(|_| setting.shards() > 0) {
             if of_rows.chance(1, 3) {
                 fault.moment = Some(Moment::Exchanging);
             }
         }
-        draw_rare(&mut faults, setting, &mut SimRng::new(spec.seed.rotate_left(52)));
+        draw_rare(&mut faults, setting, &mut SimRng::new(spec.options.seed.rotate_left(52)));
         Self { is_control_only: is_control_only && !faults.is_empty(), faults, ..Self::default() }
     }
 }
@@ -221,7 +221,7 @@ fn draw_rare(faults: &mut VecDeque<Fault>, setting: &Setting, rng: &mut SimRng) 
         let (moment, target) = (Some(Moment::Replicated), Target::AtMoment);
         faults.push_back(Fault { after: 1, moment, wait_max: 20_000, kind, target });
     }
-    if setting.spec.audit > 0 && may_flip {
+    if setting.spec.options.audit > 0 && may_flip {
         // Records that an auditor can't read are not audited.
         let kept = |fault: &Fault| !matches!(fault.kind, FaultKind::StoreUnavailable);
         faults.retain(kept);

@@ -6,6 +6,7 @@ use std::time::Duration;
 use elasticdl::simulated::{ChunkLayout, Settings};
 use elasticdl_master::job::{
     Batch, CheckpointEvery, CheckpointSpec, JobSpec, LaunchId, OnRowsLost, ValidationSpec,
+    WorkerOptions,
 };
 
 use super::nccl::Gpus;
@@ -67,8 +68,11 @@ impl Setting {
             min_workers: 1,
             max_workers: workers + 1,
             max_worker_restarts: 1000,
-            worker_timeout: Some(Duration::from_millis(200)),
             restart_without_checkpoint: true,
+            options: WorkerOptions {
+                worker_timeout: Some(Duration::from_millis(200)),
+                ..WorkerOptions::new("numbers", Batch::Global(of_step))
+            },
             ..JobSpec::new("explored", "numbers", workers, Batch::Global(of_step))
         };
         let tables = Settings { seed: 0, shards, copies: 2, copy_bytes: 100, copy_rate: 0, lag: 0 };
@@ -111,19 +115,22 @@ impl Setting {
             min_workers: number(min_workers),
             max_workers: number(max_workers),
             workers_per_pod: per_pod as u32,
-            epochs: rng.between(1, 3) as u32,
-            max_steps: rng.chance(1, 8).then(|| rng.between(1, 12)),
-            seed,
             // A worker that ends by itself, because it is cut off from the master, counts as a
             // failure.
             max_worker_restarts: 1000,
-            worker_timeout: timeout_ms.map(Duration::from_millis),
             step_timeout: step_timeout(&mut SimRng::new(seed.rotate_left(24))),
-            // From a generator of their own, so that the other draws of a seed stay as they are.
-            checkpoints: checkpoints(&mut SimRng::new(!seed)),
-            micro_batch: NonZeroU64::new(SimRng::new(seed.rotate_left(32)).below(4)),
-            validation: validation(&mut SimRng::new(seed.rotate_left(48))),
             restart_without_checkpoint: true,
+            options: WorkerOptions {
+                epochs: rng.between(1, 3) as u32,
+                max_steps: rng.chance(1, 8).then(|| rng.between(1, 12)),
+                seed,
+                worker_timeout: timeout_ms.map(Duration::from_millis),
+                // From generators of their own, so that other draws of a seed stay as they are.
+                checkpoints: checkpoints(&mut SimRng::new(!seed)),
+                micro_batch: NonZeroU64::new(SimRng::new(seed.rotate_left(32)).below(4)),
+                validation: validation(&mut SimRng::new(seed.rotate_left(48))),
+                ..WorkerOptions::new("numbers", batch)
+            },
             ..JobSpec::new("simulated", "numbers", number(num_workers), batch)
         };
         let mut setting = Self {
@@ -157,18 +164,18 @@ impl Setting {
         }
         // An evaluation may take an hour before a member counts as hung.
         if setting.gpus.is_some() || setting.spec.step_timeout.is_some() {
-            setting.spec.validation = None;
+            setting.spec.options.validation = None;
         }
         if setting.tables.is_some()
             && setting.chunks.is_none()
             && SimRng::new(seed.rotate_left(28)).chance(1, 2)
         {
-            setting.spec.on_rows_lost = OnRowsLost::Stale;
+            setting.spec.options.on_rows_lost = OnRowsLost::Stale;
             setting.tables.iter_mut().for_each(|tables| tables.lag = 0);
         }
         let audit = SimRng::new(seed.rotate_left(56)).below(16);
         if setting.tables.is_none() && setting.gpus.is_none() && audit < 2 {
-            setting.spec.audit = [1_000_000, 300_000][audit as usize];
+            setting.spec.options.audit = [1_000_000, 300_000][audit as usize];
         }
         setting.draw_rare_worlds(&mut SimRng::new(seed.rotate_left(20)));
         setting.draw_table_servers(&mut SimRng::new(seed.rotate_left(36)));
@@ -194,7 +201,7 @@ impl Setting {
         if self.tables.is_some() && rng.chance(1, 2) {
             let per_pod = self.spec.workers_per_pod;
             let pods_max = if per_pod > 1 { 2 } else { 3 };
-            self.spec.table_servers = rng.between(1, pods_max) as u32 * per_pod;
+            self.spec.options.table_servers = rng.between(1, pods_max) as u32 * per_pod;
         }
     }
 
@@ -203,7 +210,7 @@ impl Setting {
         if rng.chance(1, 7) {
             let chunks = rng.between(1, 8) as usize;
             self.chunks = Some((self.parameters().div_ceil(chunks), rng.between(1, 300)));
-            (self.spec.shard_optimizer, self.gpus) = (true, None);
+            (self.spec.options.shard_optimizer, self.gpus) = (true, None);
         }
     }
 
@@ -232,7 +239,7 @@ impl Setting {
 
     /// Number of parameters of the model: one for each record of each epoch.
     pub(crate) fn parameters(&self) -> usize {
-        (self.records() * u64::from(self.spec.epochs)) as usize
+        (self.records() * u64::from(self.spec.options.epochs)) as usize
     }
 }
 

@@ -110,7 +110,7 @@ pub(super) async fn prepare(
 /// Warns of what users may not expect of a job.
 pub(super) fn warn(asked: &StartRequest, request: &Request) {
     let job = &request.task.job;
-    if job.work.trains() && job.checkpoints.is_none() {
+    if job.options.work.trains() && job.options.checkpoints.is_none() {
         print_warning(
             "no checkpoints are written: if all workers are lost, the trained state is lost too; \
              --checkpoint-dir enables them",
@@ -203,7 +203,7 @@ fn request(asked: &StartRequest, pods: PodOptions, namespace: String) -> Result<
     let mut job =
         asked.spec(name, |option, path| path_in_volume(&asked.cluster, &mounts, option, path))?;
     check_outputs(&asked.cluster, &pods.volumes, &job)?;
-    if pods.table_server_resources.is_some() && job.table_servers == 0 {
+    if pods.table_server_resources.is_some() && job.options.table_servers == 0 {
         return Err(Failure::usage(
             "--table-server-resources: the job has no table servers; --table-servers N starts them",
         ));
@@ -384,13 +384,14 @@ fn check_outputs(
     volumes: &[Mounted],
     job: &JobSpec,
 ) -> Result<(), Failure> {
-    let (export, predictions) = match &job.work {
+    let (export, predictions) = match &job.options.work {
         Work::Evaluate { .. } => (None, None),
         Work::Predict { output, .. } => (None, Some(output)),
         Work::Train { export } => (export.as_ref(), None),
     };
-    let best = job.validation.as_ref().and_then(|validation| validation.export_best.as_ref());
-    let checkpoints = job.checkpoints.as_ref().map(|checkpoints| &checkpoints.dir);
+    let best =
+        job.options.validation.as_ref().and_then(|validation| validation.export_best.as_ref());
+    let checkpoints = job.options.checkpoints.as_ref().map(|checkpoints| &checkpoints.dir);
     let outputs = [
         ("--checkpoint-dir", checkpoints),
         ("--export", export),

@@ -22,7 +22,7 @@ fn describe(job: &LocalJob) -> String {
     let spec = &job.spec;
     let words = job.args.iter().map(|word| quoted(word.as_ref()));
     let program = std::iter::once(quoted(&job.program)).chain(words).collect::<Vec<_>>().join(" ");
-    let mut rows = vec![("program", program), ("data", shown_sources(&spec.training_data))];
+    let mut rows = vec![("program", program), ("data", shown_sources(&spec.options.training_data))];
     let workers = format!(
         "{} (`elasticdl scale` accepts {} to {})",
         spec.num_workers, spec.min_workers, spec.max_workers
@@ -43,21 +43,24 @@ fn describe(job: &LocalJob) -> String {
 
 fn describe_work(spec: &JobSpec) -> Vec<(&'static str, String)> {
     let mut rows = Vec::new();
-    match &spec.work {
+    match &spec.options.work {
         Work::Evaluate { model } => rows.push(("model", model.clone())),
         Work::Predict { model, output, .. } => {
             rows.extend([("model", model.clone()), ("predictions", output.clone())]);
         }
         Work::Train { export } => {
-            let batch = match spec.batch {
+            let batch = match spec.options.batch {
                 Batch::Global(records) => format!("{records} records per step, over all workers"),
                 Batch::PerWorker(records) => format!("{records} records per step and worker"),
             };
-            let most =
-                spec.max_steps.map(|most| format!(", at most {most} steps")).unwrap_or_default();
+            let most = spec
+                .options
+                .max_steps
+                .map(|most| format!(", at most {most} steps"))
+                .unwrap_or_default();
             rows.push(("steps", format!("{batch}{most}")));
-            rows.push(("epochs", spec.epochs.to_string()));
-            let checkpoints = spec.checkpoints.as_ref().map(|spec| {
+            rows.push(("epochs", spec.options.epochs.to_string()));
+            let checkpoints = spec.options.checkpoints.as_ref().map(|spec| {
                 let every = match spec.every {
                     CheckpointEvery::Steps(steps) => format!("{steps} steps"),
                     CheckpointEvery::Time(time) => format!("{} s", time.as_secs_f64()),
@@ -65,15 +68,15 @@ fn describe_work(spec: &JobSpec) -> Vec<(&'static str, String)> {
                 format!("{}, every {every}, {} retained", spec.dir, spec.keep)
             });
             rows.push(("checkpoints", checkpoints.unwrap_or_else(|| "none".into())));
-            rows.extend(spec.resume_from.iter().map(|from| ("resume from", from.clone())));
-            rows.extend(spec.validation.iter().map(|validation| {
+            rows.extend(spec.options.resume_from.iter().map(|from| ("resume from", from.clone())));
+            rows.extend(spec.options.validation.iter().map(|validation| {
                 let text = match validation.split {
                     Some(split) => format!("{} % of the data", f64::from(split.get()) / 10.0),
                     None => validation.data.clone(),
                 };
                 ("validation", text)
             }));
-            let best = spec.validation.iter().filter_map(|spec| spec.export_best.clone());
+            let best = spec.options.validation.iter().filter_map(|spec| spec.export_best.clone());
             rows.extend(best.map(|path| ("best model", path)));
             rows.extend(export.iter().map(|export| ("export", export.clone())));
         }

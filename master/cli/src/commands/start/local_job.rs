@@ -92,8 +92,12 @@ impl LocalJob {
     /// with its checkpoints.
     pub(super) fn refuse_to_replace(&self) -> Result<(), Failure> {
         let own = std::path::absolute(&self.job_dir).unwrap_or_else(|_| self.job_dir.clone());
-        let continues =
-            self.spec.resume_from.as_ref().is_some_and(|from| Path::new(from).starts_with(own));
+        let continues = self
+            .spec
+            .options
+            .resume_from
+            .as_ref()
+            .is_some_and(|from| Path::new(from).starts_with(own));
         if self.replace || continues {
             return Ok(());
         }
@@ -106,8 +110,10 @@ impl LocalJob {
     /// Makes a training job write checkpoints to its own directory, `job_dir`, unless the user has
     /// given `--checkpoint-dir`.
     pub(super) fn keep_checkpoints_in(&mut self, job_dir: &Path) {
-        if let (None, WorkOptions::Training(options, _)) = (&self.spec.checkpoints, &self.work) {
-            self.spec.checkpoints = options.checkpoints.in_job_dir(job_dir);
+        if let (None, WorkOptions::Training(options, _)) =
+            (&self.spec.options.checkpoints, &self.work)
+        {
+            self.spec.options.checkpoints = options.checkpoints.in_job_dir(job_dir);
         }
     }
 }
@@ -139,8 +145,9 @@ fn explain(earlier: &EarlierJob, job_dir: &Path) -> String {
 /// Makes the paths of models and predictions absolute: the summary shows them to a user who may be
 /// in another directory.
 fn with_whole_outputs(mut spec: JobSpec) -> Result<JobSpec, Failure> {
-    let best = spec.validation.as_mut().and_then(|validation| validation.export_best.as_mut());
-    let last = match &mut spec.work {
+    let best =
+        spec.options.validation.as_mut().and_then(|validation| validation.export_best.as_mut());
+    let last = match &mut spec.options.work {
         Work::Train { export } => export.as_mut().map(|export| ("--export", export)),
         Work::Predict { output, .. } => Some(("--predictions", output)),
         Work::Evaluate { .. } => None,
@@ -248,6 +255,8 @@ mod tests {
         Batch, CheckpointEvery, CheckpointSpec, OnNonfinite, Policies, WireDtype,
     };
 
+    use elasticdl_proto::WorkerOptions;
+
     use super::*;
     use crate::commands::parse_start;
 
@@ -261,49 +270,51 @@ mod tests {
         let job = local_job("--local --job-name j").unwrap();
         let expected = JobSpec {
             name: "j".into(),
-            training_data: "d".into(),
             num_workers: 2,
             min_workers: 1,
             max_workers: 8,
             workers_per_pod: 1,
-            epochs: 1,
-            max_steps: None,
-            batch: Batch::Global(NonZeroU64::new(64).unwrap()),
             records_per_shard: None,
-            shuffle: Default::default(),
-            micro_batch: None,
-            deterministic: false,
-            seed: 0,
             max_worker_restarts: 3,
-            worker_timeout: Some(Duration::from_millis(800)),
             step_timeout: None,
             start_timeout: Duration::from_secs(600),
             master_timeout: Duration::from_secs(30),
-            checkpoints: None,
-            resume_from: None,
-            validation: None,
-            work: Work::Train { export: None },
-            wire_dtype: WireDtype::F32,
-            channels: 1,
-            link_encryption: Default::default(),
-            on_nonfinite: OnNonfinite::Fail,
-            allow_mixed_builds: false,
-            bad_records_max: 0,
-            table_replicas: 2,
-            on_rows_lost: Default::default(),
-            shard_optimizer: false,
-            param_dtype: Default::default(),
-            table_memory: None,
-            export_changes_since: None,
-            table_lag: 0,
-            table_servers: 0,
-            audit: 0,
             restart_without_checkpoint: false,
-            grace_period: Duration::from_secs(30),
             policies: Policies {
                 end_timeout: Some(Duration::from_secs(600)),
                 starts_together: true,
                 ..Default::default()
+            },
+            options: WorkerOptions {
+                training_data: "d".into(),
+                epochs: 1,
+                max_steps: None,
+                batch: Batch::Global(NonZeroU64::new(64).unwrap()),
+                shuffle: Default::default(),
+                micro_batch: None,
+                deterministic: false,
+                seed: 0,
+                worker_timeout: Some(Duration::from_millis(800)),
+                checkpoints: None,
+                resume_from: None,
+                validation: None,
+                work: Work::Train { export: None },
+                wire_dtype: WireDtype::F32,
+                channels: 1,
+                link_encryption: Default::default(),
+                on_nonfinite: OnNonfinite::Fail,
+                allow_mixed_builds: false,
+                bad_records_max: 0,
+                table_replicas: 2,
+                on_rows_lost: Default::default(),
+                shard_optimizer: false,
+                param_dtype: Default::default(),
+                table_memory: None,
+                export_changes_since: None,
+                table_lag: 0,
+                table_servers: 0,
+                audit: 0,
+                grace_period: Duration::from_secs(30),
             },
         };
         assert_eq!(job.spec, expected);
@@ -321,10 +332,10 @@ mod tests {
         let here = std::env::current_dir().unwrap();
         let at = |name: &str| Some(here.join(name).to_str().unwrap().to_owned());
         let job = local_job("--local --export ./m --validation-data v --export-best b").unwrap();
-        assert_eq!(job.spec.work, Work::Train { export: at("m") });
-        assert_eq!(job.spec.validation.unwrap().export_best, at("b"));
+        assert_eq!(job.spec.options.work, Work::Train { export: at("m") });
+        assert_eq!(job.spec.options.validation.unwrap().export_best, at("b"));
         let job = local_job("--local --export s3://b/./m").unwrap();
-        assert_eq!(job.spec.work, Work::Train { export: Some("s3://b/./m".into()) });
+        assert_eq!(job.spec.options.work, Work::Train { export: Some("s3://b/./m".into()) });
     }
 
     #[test]
@@ -332,7 +343,7 @@ mod tests {
         let checkpoints = |options: &str| {
             let mut job = local_job(options).unwrap();
             job.keep_checkpoints_in(Path::new("/jobs/j"));
-            job.spec.checkpoints
+            job.spec.options.checkpoints
         };
         let every = CheckpointEvery::Time(Duration::from_secs(300));
         let own =

@@ -87,13 +87,13 @@ impl LocalJob {
         running: &[RunningJob],
         own: Option<&Path>,
     ) -> Result<(), Failure> {
-        let Some(kept) = &self.spec.checkpoints else { return Ok(()) };
+        let Some(kept) = &self.spec.options.checkpoints else { return Ok(()) };
         let place = |dir: &str| match local(dir) {
             Some(path) => resolved(&path),
             None => Some(dir.trim_end_matches('/').into()),
         };
         let is_same = |job: &&RunningJob| {
-            let other = job.spec.checkpoints.as_ref().and_then(|other| place(&other.dir));
+            let other = job.spec.options.checkpoints.as_ref().and_then(|other| place(&other.dir));
             let is_here = local(&kept.dir).is_some() || job.stores == stores();
             Some(&*job.root) != own && is_here && other.is_some() && other == place(&kept.dir)
         };
@@ -119,11 +119,12 @@ struct Output {
 
 /// The files that a job writes at its end.
 fn outputs(spec: &JobSpec, summary: Option<&Path>) -> Vec<Output> {
-    let export = match &spec.work {
+    let export = match &spec.options.work {
         Work::Train { export } => export.clone(),
         Work::Evaluate { .. } | Work::Predict { .. } => None,
     };
-    let best = spec.validation.as_ref().and_then(|validation| validation.export_best.clone());
+    let best =
+        spec.options.validation.as_ref().and_then(|validation| validation.export_best.clone());
     let summary = summary.map(|path| path.display().to_string());
     let all = [("--summary", summary), ("--export", export), ("--export-best", best)];
     let given = all.into_iter().filter_map(|(option, address)| Some((option, address?)));
@@ -132,11 +133,12 @@ fn outputs(spec: &JobSpec, summary: Option<&Path>) -> Vec<Output> {
 
 /// Why an output would replace the job's program.
 fn replaces_program(spec: &JobSpec, summary: Option<&Path>, program: &Path) -> Option<String> {
-    let export = match &spec.work {
+    let export = match &spec.options.work {
         Work::Evaluate { .. } | Work::Predict { .. } => None,
         Work::Train { export } => export.as_deref().and_then(local),
     };
-    let best = spec.validation.as_ref().and_then(|validation| validation.export_best.as_deref());
+    let best =
+        spec.options.validation.as_ref().and_then(|validation| validation.export_best.as_deref());
     let outputs = [
         ("--summary", summary.map(Path::to_owned)),
         ("--export", export),
@@ -158,11 +160,12 @@ pub(super) fn local(address: &str) -> Option<PathBuf> {
 
 /// Why an output would replace another file of the job.
 fn overwritten(spec: &JobSpec, summary: Option<&Path>, job_dir: &Path) -> Option<String> {
-    let (export, model) = match &spec.work {
+    let (export, model) = match &spec.options.work {
         Work::Evaluate { model } | Work::Predict { model, .. } => (None, local(model)),
         Work::Train { export } => (export.as_deref().and_then(local), None),
     };
-    let best = spec.validation.as_ref().and_then(|validation| validation.export_best.as_deref());
+    let best =
+        spec.options.validation.as_ref().and_then(|validation| validation.export_best.as_deref());
     let best = best.and_then(local);
     let same = |path: &Path| match (resolved(path), summary.and_then(resolved)) {
         (Some(one), Some(other)) => one == other,
@@ -229,8 +232,9 @@ fn is_checkpoint(folder: &Path) -> bool {
 /// The data of a job within which `output` lies, if it lies within any.
 fn data_around<'a>(spec: &'a JobSpec, output: &Path) -> Option<&'a str> {
     let output = resolved(output)?;
-    let validation = spec.validation.iter().flat_map(|validation| split_sources(&validation.data));
-    split_sources(&spec.training_data).chain(validation).find(|data| {
+    let validation =
+        spec.options.validation.iter().flat_map(|validation| split_sources(&validation.data));
+    split_sources(&spec.options.training_data).chain(validation).find(|data| {
         let path = Path::new(data.strip_prefix("file://").unwrap_or(data));
         let within = resolved(path).filter(|path| path.exists());
         let within = within.as_ref().and_then(|data| output.strip_prefix(data).ok());
@@ -257,6 +261,8 @@ mod tests {
     use elasticdl_master::job::{JobSpec, ValidationSpec};
     use elasticdl_master::jobdir::JobDir;
 
+    use elasticdl_proto::WorkerOptions;
+
     use super::*;
     use crate::commands::parse_start;
 
@@ -275,7 +281,7 @@ mod tests {
         assert_eq!(replaces_program(&spec, Some(&other), &program), None);
         let text = replaces_program(&spec, Some(&program), &program).unwrap();
         assert!(text.starts_with("--summary ") && text.contains("it is the program"), "{text}");
-        spec.work = Work::Train { export: Some(format!("file://{}", program.display())) };
+        spec.options.work = Work::Train { export: Some(format!("file://{}", program.display())) };
         let text = replaces_program(&spec, None, &program).unwrap();
         assert!(text.starts_with("--export "), "{text}");
     }
@@ -287,7 +293,7 @@ mod tests {
         let text = |name: &str| at(name).to_str().unwrap().to_owned();
         let job_dir = at("job");
         let found = |work: Work, summary: &str| {
-            let spec = JobSpec { work, ..spec() };
+            let spec = JobSpec { options: WorkerOptions { work, ..spec().options }, ..spec() };
             overwritten(&spec, Some(&at(summary)), &job_dir).unwrap_or_default()
         };
         let train = |export: &str| Work::Train { export: Some(text(export)) };
@@ -342,7 +348,7 @@ mod tests {
         assert!(text.contains("the job a, which runs in "), "{text}");
         // Buckets of one name in different stores are different places.
         let mut spec = first.spec.clone();
-        spec.checkpoints.as_mut().unwrap().dir = "s3://bucket/c".into();
+        spec.options.checkpoints.as_mut().unwrap().dir = "s3://bucket/c".into();
         let elsewhere = BTreeSet::from(["http://127.0.0.1:1".to_owned()]);
         for (stores, is_same) in [(stores(), true), (elsewhere, false)] {
             let others = [RunningJob { spec: spec.clone(), ..running(stores) }];
@@ -372,8 +378,11 @@ mod tests {
             export_best: None,
         };
         let spec = JobSpec {
-            training_data: elasticdl_proto::join_sources(&[at("none"), at("train")]),
-            validation: Some(validation),
+            options: WorkerOptions {
+                training_data: elasticdl_proto::join_sources(&[at("none"), at("train")]),
+                validation: Some(validation),
+                ..spec().options
+            },
             ..spec()
         };
         let found = |output: &str| data_around(&spec, &root.join(output)).map(str::to_owned);

@@ -50,7 +50,7 @@ pub(crate) fn replay(mut request: StartRequest, step: u64) -> Result<u8, Failure
     let console = request.output.console();
     strip(&mut request, &scratch.0);
     let mut job = LocalJob::new(request)?;
-    let is_deterministic = job.spec.deterministic;
+    let is_deterministic = job.spec.options.deterministic;
     let from = narrow(&mut job.spec, step, origin.as_deref())?;
     let dir = JobDir::create(&job.job_dir).map_err(|e| Failure::failed(e.to_string()))?;
     let ended = lead(master_of(job, None)?.apart(), &dir, console)?.result.summary;
@@ -98,16 +98,16 @@ fn strip(request: &mut StartRequest, scratch: &Path) {
 /// Makes `spec` that of a job that ends with step `step`, and begins with the newest checkpoint
 /// before it. Returns the checkpoint's name.
 fn narrow(spec: &mut JobSpec, step: u64, origin: Option<&Path>) -> Result<Option<String>, Failure> {
-    if let Batch::PerWorker(_) = spec.batch {
+    if let Batch::PerWorker(_) = spec.options.batch {
         return Err(Failure::usage(
             "--replay-step: with --minibatch-size the records of a step depend on the number of \
              workers, which one process does not have; only jobs with --global-batch-size can be \
              replayed",
         ));
     }
-    let own = spec.checkpoints.take().map(|spec| spec.dir);
+    let own = spec.options.checkpoints.take().map(|spec| spec.dir);
     let own = own.or_else(|| Some(origin?.join(jobdir::CHECKPOINTS).to_str()?.to_owned()));
-    let begun = spec.resume_from.take();
+    let begun = spec.options.resume_from.take();
     let places: Vec<String> = own.into_iter().chain(begun.clone()).collect();
     let from = newest_before(&places, step)?;
     if let (None, Some(begun)) = (&from, begun) {
@@ -116,14 +116,15 @@ fn narrow(spec: &mut JobSpec, step: u64, origin: Option<&Path>) -> Result<Option
              the job begins"
         )));
     }
-    spec.resume_from = from.as_ref().map(|(address, _)| address.clone());
-    spec.max_steps = Some(step);
-    spec.work = Work::Train { export: None };
+    spec.options.resume_from = from.as_ref().map(|(address, _)| address.clone());
+    spec.options.max_steps = Some(step);
+    spec.options.work = Work::Train { export: None };
     spec.policies.deadline = None;
     spec.policies.starts_suspended = false;
     // A split decides which records are trained. Nothing else of an evaluation matters.
-    spec.validation = spec.validation.take().filter(|validation| validation.split.is_some());
-    if let Some(validation) = &mut spec.validation {
+    spec.options.validation =
+        spec.options.validation.take().filter(|validation| validation.split.is_some());
+    if let Some(validation) = &mut spec.options.validation {
         (validation.every, validation.patience, validation.export_best) = (None, None, None);
     }
     Ok(from.map(|(_, name)| name))

@@ -50,14 +50,18 @@ impl StartRequest {
         name: String,
         absolute: impl Fn(&str, &str) -> Result<String, Failure>,
     ) -> Result<JobSpec, Failure> {
+        let common = self.common_spec(name)?;
         let spec = match &self.work {
             WorkOptions::Inference(data, work) => JobSpec {
-                training_data: sources("--data", &data.data)?,
-                batch: batch(None, data.minibatch_size),
                 records_per_shard: data.records_per_shard.and_then(NonZeroU64::new),
-                bad_records_max: data.bad_records.bad_records,
-                work: work.clone(),
-                ..self.common_spec(name)?
+                options: elasticdl_proto::WorkerOptions {
+                    training_data: sources("--data", &data.data)?,
+                    batch: batch(None, data.minibatch_size),
+                    bad_records_max: data.bad_records.bad_records,
+                    work: work.clone(),
+                    ..common.options
+                },
+                ..common
             },
             WorkOptions::Training(options, tuning) => {
                 let (checkpoints, resume_from) =
@@ -65,41 +69,46 @@ impl StartRequest {
                 let data = &options.data;
                 let location = training_data(&data.training_data, &self.program)?;
                 JobSpec {
-                    training_data: location.clone(),
-                    epochs: data.num_epochs,
-                    max_steps: data.max_steps,
-                    batch: batch(data.global_batch_size, data.minibatch_size),
-                    shuffle: data.shuffle,
-                    micro_batch: data.micro_batch.and_then(NonZeroU64::new),
-                    deterministic: data.deterministic,
-                    seed: data.seed,
-                    checkpoints,
-                    resume_from,
-                    validation: options.validation.spec(&location)?,
-                    work: Work::Train { export: options.export.clone() },
-                    wire_dtype: tuning.wire_dtype,
-                    channels: tuning.channels,
-                    link_encryption: tuning.link_encryption,
-                    bad_records_max: data.bad_records.bad_records,
-                    table_replicas: tuning.table_replicas,
-                    on_rows_lost: tuning.on_rows_lost,
-                    shard_optimizer: tuning.shard_optimizer,
-                    param_dtype: tuning.param_dtype,
-                    table_memory: tuning.table_memory,
-                    export_changes_since: tuning.export_changes_since,
-                    table_lag: tuning.table_lag,
-                    table_servers: tuning.table_servers,
-                    audit: options.resilience.audit.unwrap_or(0),
-                    on_nonfinite: options.resilience.on_nonfinite,
-                    allow_mixed_builds: options.resilience.allow_mixed_builds,
                     restart_without_checkpoint: options.resilience.restart_without_checkpoint,
                     policies: self.job.lifecycle.policies(options.resilience.success_policy)?,
-                    ..self.common_spec(name)?
+                    options: elasticdl_proto::WorkerOptions {
+                        training_data: location.clone(),
+                        epochs: data.num_epochs,
+                        max_steps: data.max_steps,
+                        batch: batch(data.global_batch_size, data.minibatch_size),
+                        shuffle: data.shuffle,
+                        micro_batch: data.micro_batch.and_then(NonZeroU64::new),
+                        deterministic: data.deterministic,
+                        seed: data.seed,
+                        checkpoints,
+                        resume_from,
+                        validation: options.validation.spec(&location)?,
+                        work: Work::Train { export: options.export.clone() },
+                        wire_dtype: tuning.wire_dtype,
+                        channels: tuning.channels,
+                        link_encryption: tuning.link_encryption,
+                        bad_records_max: data.bad_records.bad_records,
+                        table_replicas: tuning.table_replicas,
+                        on_rows_lost: tuning.on_rows_lost,
+                        shard_optimizer: tuning.shard_optimizer,
+                        param_dtype: tuning.param_dtype,
+                        table_memory: tuning.table_memory,
+                        export_changes_since: tuning.export_changes_since,
+                        table_lag: tuning.table_lag,
+                        table_servers: tuning.table_servers,
+                        audit: options.resilience.audit.unwrap_or(0),
+                        on_nonfinite: options.resilience.on_nonfinite,
+                        allow_mixed_builds: options.resilience.allow_mixed_builds,
+                        ..common.options
+                    },
+                    ..common
                 }
             }
         };
         spec.check().map_err(|e| Failure::usage(e.to_string()))?;
-        spec.check_deterministic().map_err(|e| Failure::usage(format!("--deterministic: {e}")))?;
+        spec.options
+            .check_deterministic()
+            .map_err(|e| Failure::usage(format!("--deterministic: {e}")))?;
         Ok(spec)
     }
 
@@ -133,14 +142,17 @@ impl StartRequest {
             min_workers: counts.min,
             max_workers: counts.max,
             workers_per_pod: counts.per_pod,
-            shuffle: Shuffle::NONE,
             max_worker_restarts: self.workers.max_worker_restarts,
-            worker_timeout: Some(self.workers.worker_timeout),
             step_timeout: self.workers.step_timeout,
             start_timeout: self.workers.start_timeout,
             master_timeout: self.workers.master_timeout,
-            grace_period: self.workers.grace_period,
             policies: self.job.lifecycle.policies(SuccessPolicy::All)?,
+            options: elasticdl_proto::WorkerOptions {
+                shuffle: Shuffle::NONE,
+                worker_timeout: Some(self.workers.worker_timeout),
+                grace_period: self.workers.grace_period,
+                ..elasticdl_proto::WorkerOptions::new("", Batch::Global(GLOBAL_BATCH_DEFAULT))
+            },
             ..JobSpec::new(name, "", counts.num, Batch::Global(GLOBAL_BATCH_DEFAULT))
         })
     }
@@ -223,13 +235,13 @@ fn gpu_resource(options: &ClusterOptions) -> Option<&String> {
 /// A warning if the pods of a training job request GPUs whose gradients NCCL will not sum, because
 /// links between the workers are encrypted.
 pub(super) fn nccl_warning(options: &ClusterOptions, job: &JobSpec) -> Option<String> {
-    let (resource, which) = (gpu_resource(options)?, job.link_encryption);
+    let (resource, which) = (gpu_resource(options)?, job.options.link_encryption);
     let links_unencrypted = match which {
         LinkEncryption::Auto => job.workers_per_pod,
         LinkEncryption::Off => return None,
         LinkEncryption::On => 1,
     };
-    (job.work.trains() && job.num_workers > links_unencrypted).then(|| {
+    (job.options.work.trains() && job.num_workers > links_unencrypted).then(|| {
         format!(
             "{resource} is requested, but NCCL is not used: it does not encrypt, and links between \
              {} are encrypted; gradients go through the hosts' memory, which is many times slower. \
@@ -404,7 +416,7 @@ mod tests {
             parse_start(&format!("train --local -- {program}"))
                 .unwrap()
                 .spec("j".into(), |_, path| Ok(path.into()))
-                .map(|spec| spec.training_data)
+                .map(|spec| spec.options.training_data)
                 .map_err(|error| error.text)
         };
         for program in ["python train.py", "/usr/bin/python3.11 -u train.py", "./train.py"] {
@@ -421,26 +433,23 @@ mod tests {
         assert_eq!(spec("--num-workers 16000").max_workers, 16_384);
         assert_eq!(spec("--num-workers 3 --max-workers 3").max_workers, 3);
         let per_worker = Batch::PerWorker(NonZeroU64::new(5).unwrap());
-        assert_eq!(spec("--minibatch-size 5").batch, per_worker);
-        assert_eq!(spec("--wire-dtype bf16").wire_dtype, WireDtype::Bf16);
-        assert_eq!(spec("").link_encryption, LinkEncryption::Auto);
-        assert_eq!(spec("--link-encryption off").link_encryption, LinkEncryption::Off);
-        assert_eq!(
-            spec("--link-encryption on").worker_options().link_encryption,
-            LinkEncryption::On
-        );
-        let micro_batch = |options: &str| spec(options).worker_options().micro_batch;
-        assert_eq!(micro_batch(""), None);
-        assert_eq!(micro_batch("--micro-batch 5"), NonZeroU64::new(5));
-        assert_eq!(micro_batch("--deterministic"), NonZeroU64::new(4));
-        assert_eq!(micro_batch("--deterministic --micro-batch 5"), NonZeroU64::new(5));
-        assert!(spec("--deterministic").worker_options().deterministic);
-        assert_eq!(spec("--channels 16").channels, 16);
-        let mode = |options: &str| spec(options).shuffle.mode;
+        assert_eq!(spec("--minibatch-size 5").options.batch, per_worker);
+        assert_eq!(spec("--wire-dtype bf16").options.wire_dtype, WireDtype::Bf16);
+        assert_eq!(spec("").options.link_encryption, LinkEncryption::Auto);
+        assert_eq!(spec("--link-encryption off").options.link_encryption, LinkEncryption::Off);
+        assert_eq!(spec("--link-encryption on").options.link_encryption, LinkEncryption::On);
+        let micro_batch = |options: &str| spec(options).options.micro_batch_records().get();
+        assert_eq!(micro_batch(""), 1);
+        assert_eq!(micro_batch("--micro-batch 5"), 5);
+        assert_eq!(micro_batch("--deterministic"), 4);
+        assert_eq!(micro_batch("--deterministic --micro-batch 5"), 5);
+        assert!(spec("--deterministic").options.deterministic);
+        assert_eq!(spec("--channels 16").options.channels, 16);
+        let mode = |options: &str| spec(options).options.shuffle.mode;
         assert_eq!(mode(""), ShuffleMode::Auto);
         assert_eq!(mode("--shuffle none"), ShuffleMode::None);
         assert_eq!(mode("--shuffle record"), ShuffleMode::Record);
-        let block = spec("--shuffle=block:100").shuffle;
+        let block = spec("--shuffle=block:100").options.shuffle;
         assert_eq!((block.mode, block.buffer), (ShuffleMode::Block, NonZeroU64::new(100)));
         assert_eq!(spec("--master-timeout 2min").master_timeout, Duration::from_secs(120));
         let end_timeout = Some(Duration::from_secs(600));
@@ -468,14 +477,14 @@ mod tests {
             "--checkpoint-dir c --checkpoint-every 200 --checkpoint-keep 2 --resume-from \
              s3://b/c",
         );
-        let checkpoints = whole.checkpoints.unwrap();
+        let checkpoints = whole.options.checkpoints.unwrap();
         assert_eq!(checkpoints.dir, "/abs/c");
         assert_eq!(
             (checkpoints.every, checkpoints.keep),
             (CheckpointEvery::Steps(NonZeroU64::new(200).unwrap()), 2)
         );
-        assert_eq!(whole.resume_from.as_deref(), Some("s3://b/c"));
-        let checkpoints = spec("--checkpoint-dir /c").checkpoints.unwrap();
+        assert_eq!(whole.options.resume_from.as_deref(), Some("s3://b/c"));
+        let checkpoints = spec("--checkpoint-dir /c").options.checkpoints.unwrap();
         assert_eq!(
             (checkpoints.every, checkpoints.keep),
             (CheckpointEvery::Time(Duration::from_secs(300)), 3)
@@ -488,7 +497,8 @@ mod tests {
             [(30_000, 28_000, 26_000), (10_000, 8000, 6000), (1000, 800, 600)]
         {
             let spec = spec(&format!("--grace-period {grace}ms"));
-            let millis = [spec.leave_timeout(), spec.leave_wait()].map(|time| time.as_millis());
+            let millis = [spec.options.leave_timeout(), spec.options.leave_wait()]
+                .map(|time| time.as_millis());
             assert_eq!(millis, [leave, wait], "{grace}");
         }
     }
