@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::Output;
 use std::time::{Duration, Instant};
 
 use elasticdl_proto::{
@@ -156,12 +156,7 @@ impl Running {
 
     /// As [`Running::status`]; `None` if no master answers now.
     pub fn try_status(&self) -> Option<Status> {
-        let output = command(&self.starter)
-            .arg("status")
-            .arg(&self.job_dir)
-            .arg("--json")
-            .output()
-            .expect("the command under test starts");
+        let output = self.output_of(&["status", "--json"]);
         let text = String::from_utf8(output.stdout).expect("the status is text");
         let status = (!text.is_empty()).then(|| serde_json::from_str(&text))?;
         Some(status.unwrap_or_else(|error| panic!("{error} in the status {text}")))
@@ -169,35 +164,25 @@ impl Running {
 
     /// Runs `elasticdl checkpoint` and returns the path of the checkpoint.
     pub fn checkpoint(&self) -> String {
-        let output = command(&self.starter).arg("checkpoint").arg(&self.job_dir).output();
-        let output = output.expect("the command under test starts");
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8_lossy(&output.stdout).trim().to_owned()
+        self.command(&["checkpoint"]).trim().to_owned()
     }
 
-    /// Runs the command `elasticdl WORDS` with the job.
-    pub fn command(&self, words: &[&str]) {
-        let output = command(&self.starter).args(words).arg(&self.job_dir).output();
-        let output = output.expect("the command under test starts");
+    /// Runs the command `elasticdl WORDS` with the job, and returns what it prints.
+    pub fn command(&self, words: &[&str]) -> String {
+        let output = self.output_of(words);
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    /// As [`Running::command`], whether or not it fails.
+    pub fn output_of(&self, words: &[&str]) -> Output {
+        let output = command(&self.starter).args(words).arg(&self.job_dir).output();
+        output.expect("the command under test starts")
     }
 
     /// Runs `elasticdl scale --num-workers`.
     pub fn scale(&self, num_workers: u32) {
-        let status = self.try_scale(num_workers);
-        assert!(status.success(), "scale to {num_workers}: {status}");
-    }
-
-    /// Runs `elasticdl scale --num-workers`, which fails if the job has ended.
-    pub fn try_scale(&self, num_workers: u32) -> std::process::ExitStatus {
-        command(&self.starter)
-            .arg("scale")
-            .arg(&self.job_dir)
-            .args(["--num-workers", &num_workers.to_string()])
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .status()
-            .expect("the command under test starts")
+        self.command(&["scale", "--num-workers", &num_workers.to_string()]);
     }
 
     /// Waits for at most a minute until the status satisfies `wanted`, and returns that status.
@@ -314,12 +299,7 @@ impl Running {
 
     /// The error that `elasticdl status` prints when it fails.
     pub fn status_error(&self) -> String {
-        let output = command(&self.starter)
-            .arg("status")
-            .arg(&self.job_dir)
-            .output()
-            .expect("the command under test starts");
-        String::from_utf8_lossy(&output.stderr).into_owned()
+        String::from_utf8_lossy(&self.output_of(&["status"]).stderr).into_owned()
     }
 
     /// Sends a signal to the command itself.

@@ -105,7 +105,7 @@ impl Schedules {
                 let least = if self.one_loss_at_a_time { 2 } else { 1 };
                 let workers = rng.random_range(least..=6);
                 let is_join = job.try_status().is_some_and(|s| s.workers_desired < workers);
-                let _ = job.try_scale(workers);
+                job.output_of(&["scale", "--num-workers", &workers.to_string()]);
                 // Joins and kills may meet.
                 if !is_join {
                     self.rest(job, None);

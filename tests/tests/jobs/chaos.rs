@@ -47,7 +47,9 @@ impl Fault {
             (Self::Kill, Some(pid)) => send(pid, Signal::KILL),
             (Self::Leave, Some(pid)) => send(pid, Signal::TERM),
             // The job may have ended just before.
-            (Self::Scale(num_workers), _) => drop(job.try_scale(num_workers)),
+            (Self::Scale(workers), _) => {
+                job.output_of(&["scale", "--num-workers", &workers.to_string()]);
+            }
             (Self::Stop(ms), Some(pid)) => {
                 send(pid, Signal::STOP);
                 std::thread::sleep(Duration::from_millis(ms));

@@ -50,6 +50,11 @@ impl ClusterHandle {
         Ok(self.runtime.block_on(self.anchor.read())?.data.unwrap_or_default())
     }
 
+    /// Requests a change of the job, by a key of its anchor.
+    fn request(&self, key: &str, value: String) -> Result<(), Failure> {
+        Ok(self.runtime.block_on(request(&self.cluster, &self.anchor, key, value))?)
+    }
+
     /// Checks that the job has not ended. Returns what prevents a master from running, if anything.
     fn check_running(&self, data: &Data) -> Result<Option<String>, Failure> {
         if data.contains_key(SUMMARY) {
@@ -175,12 +180,7 @@ impl JobHandle for ClusterHandle {
         self.check_running(&data)?;
         let spec = task(&data)?.job;
         spec.check_scale(num_workers).map_err(Failure::usage)?;
-        self.runtime.block_on(request(
-            &self.cluster,
-            &self.anchor,
-            NUM_WORKERS,
-            num_workers.to_string(),
-        ))?;
+        self.request(NUM_WORKERS, num_workers.to_string())?;
         Ok(anchor::status(&data).map_or(spec.num_workers, |status| status.workers_desired))
     }
 
@@ -194,12 +194,7 @@ impl JobHandle for ClusterHandle {
             ));
         }
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        self.runtime.block_on(request(
-            &self.cluster,
-            &self.anchor,
-            CHECKPOINT,
-            now.as_millis().to_string(),
-        ))?;
+        self.request(CHECKPOINT, now.as_millis().to_string())?;
         let mut wait = CheckpointWait::new(timeout);
         loop {
             let data = self.data()?;
@@ -224,12 +219,7 @@ impl JobHandle for ClusterHandle {
             return Err(Failure::failed(format!("the job {} is stopping", self.name)));
         }
         let unchanged = desired.suspend.unwrap_or(spec.policies.starts_suspended) == suspend;
-        self.runtime.block_on(request(
-            &self.cluster,
-            &self.anchor,
-            SUSPEND,
-            suspend.to_string(),
-        ))?;
+        self.request(SUSPEND, suspend.to_string())?;
         Ok(describe_suspension(&self.name, suspend, unchanged))
     }
 
@@ -237,7 +227,7 @@ impl JobHandle for ClusterHandle {
         let data = self.data()?;
         self.check_running(&data)?;
         let value = if force { STOP_AT_ONCE } else { "true" };
-        self.runtime.block_on(request(&self.cluster, &self.anchor, STOP, value.into()))?;
+        self.request(STOP, value.into())?;
         let name = &self.name;
         let status = anchor::status(&data);
         let away = status.as_ref().map_or(0, |status| status.workers_disconnected.len());

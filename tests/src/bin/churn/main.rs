@@ -30,10 +30,10 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use elasticdl_tests::churn::{DisturbedJob, Kind, RECORDS_PER_WORKER, disturb};
-use elasticdl_tests::print;
+use elasticdl_tests::{print, run_benchmark};
 
 use crate::goodput::Goodput;
-use crate::model::ROWS_PER_RECORD;
+use crate::model::{Counting, ROWS_PER_RECORD};
 use crate::report::Report;
 
 /// Measure what membership changes cost the other workers.
@@ -107,7 +107,7 @@ impl Arguments {
 }
 
 fn main() -> ExitCode {
-    model::run_as(|| measure(&Arguments::parse()))
+    run_benchmark(Counting::parse, || measure(&Arguments::parse()))
 }
 
 fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {

@@ -2,9 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::error::Error;
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::rc::Rc;
 
 use clap::Parser;
@@ -13,30 +11,11 @@ use elasticdl::{
     UserError,
 };
 use elasticdl_tests::churn::{Commit, EventWriter, LogEntry, hang_file};
-use elasticdl_tests::{counts_summary, print};
-
-/// The `elasticdl` command, if its arguments are of that; the job's worker, if a master has started
-/// it; otherwise the benchmark.
-pub(crate) fn run_as(benchmark: impl FnOnce() -> Result<(), Box<dyn Error>>) -> ExitCode {
-    let word = std::env::args().nth(1);
-    if word.is_some_and(|word| ["train", "status", "scale"].contains(&word.as_str())) {
-        return elasticdl_cli::main();
-    }
-    let done = match std::env::var_os("ELASTICDL_MASTER") {
-        Some(_) => Counting::new(&Arguments::parse())
-            .map(elasticdl::run)
-            .map_err(|error| format!("no event log: {error}").into()),
-        None => benchmark().map(|()| ExitCode::SUCCESS),
-    };
-    done.unwrap_or_else(|error| {
-        print(&format!("error: {error}"));
-        ExitCode::FAILURE
-    })
-}
+use elasticdl_tests::counts_summary;
 
 /// Arguments of a worker of the benchmark's jobs.
 #[derive(Debug, Parser)]
-pub(crate) struct Arguments {
+struct Arguments {
     #[arg(long)]
     params: usize,
     /// Floats of optimizer state per parameter.
@@ -79,8 +58,11 @@ struct Work {
 }
 
 impl Counting {
-    pub(crate) fn new(arguments: &Arguments) -> std::io::Result<Self> {
-        Ok(Self {
+    /// The model of a worker, from its arguments.
+    pub(crate) fn parse() -> Self {
+        let arguments = Arguments::parse();
+        let log = EventWriter::create(&arguments.event_logs).expect("an event log can be written");
+        Self {
             params: arguments.params,
             slots: arguments.slots,
             records: arguments.records,
@@ -88,11 +70,11 @@ impl Counting {
             hangs_when: arguments.event_logs.join(hang_file(std::process::id())),
             positions: HashMap::new(),
             work: Rc::new(RefCell::new(Work {
-                log: EventWriter::create(&arguments.event_logs)?,
+                log,
                 pending: Vec::new(),
                 undone: 0,
             })),
-        })
+        }
     }
 }
 

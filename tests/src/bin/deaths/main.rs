@@ -21,8 +21,10 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use elasticdl_tests::churn::{DisturbedJob, Kind, disturb};
-use elasticdl_tests::print;
+use elasticdl_tests::{print, run_benchmark};
 use serde_json::{Map, Value, json};
+
+use crate::model::Counting;
 
 /// Measure how long workers pause when one of them is lost, by kind of death, ranks and size
 #[derive(Debug, Parser)]
@@ -51,7 +53,7 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    model::run_as(|| measure(&Arguments::parse()))
+    run_benchmark(Counting::parse, || measure(&Arguments::parse()))
 }
 
 fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
