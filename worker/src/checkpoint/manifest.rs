@@ -437,11 +437,7 @@ pub(super) mod tests {
             records_trained: 4 * step,
             epochs_complete: 1,
             ranges,
-            repeated: 0,
-            evaluation: Default::default(),
-            steps_skipped: 0,
-            row_touches: 0,
-            created: 0,
+            ..StateRecord::default()
         }
     }
 

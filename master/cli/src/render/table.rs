@@ -249,28 +249,20 @@ pub(crate) mod tests {
             state: "running".into(),
             generation: Generation(2),
             step: 10,
-            epoch: 0,
             epochs: 3,
             records_counted: 640,
             records_expected: 1920,
-            records_repeated: 0,
             loss: Some(0.25),
             metrics: [("accuracy".into(), 0.5)].into(),
-            tables: None,
             learning_rate: Some(0.001),
             eta_s: Some(64.0),
             records_per_s: 20_000.0,
-            steps_skipped: 0,
-            stop_reason: None,
-            evaluated_best: None,
             workers_desired: 2,
             workers: vec![worker(1, Some(0)), worker(2, None)],
             events: vec!["generation 2: 1 worker".into()],
             progress: 1.0 / 3.0,
-            shards: None,
             memberships: vec![membership(1), recovered],
             events_emitted: 7,
-            events_at_s: Vec::new(),
             workers_disconnected: vec![DisconnectedStatus {
                 worker: WorkerId(9),
                 rank: Some(1),
@@ -297,6 +289,7 @@ pub(crate) mod tests {
                 error: Some("disk full".into()),
                 ..CheckpointsSummary::default()
             }),
+            ..Status::default()
         }
     }
 
