@@ -6,54 +6,31 @@ use elasticdl::fuzzing;
 
 use crate::harness::Target;
 
-#[test]
-fn any_arrow_file_is_read_or_refused() {
-    run(Target { name: "arrow", inputs: 3000, head: usize::MAX }, fuzzing::arrow);
+/// Declares tests: their names, what is read, the number of inputs, and the bytes in which most
+/// changes are.
+macro_rules! read_or_refused {
+    ($($test:ident: $read:ident, $inputs:literal, $head:expr;)*) => {
+        $(
+            #[test]
+            fn $test() {
+                let name = stringify!($read);
+                run(Target { name, inputs: $inputs, head: $head }, fuzzing::$read);
+            }
+        )*
+    };
 }
 
-#[test]
-fn any_csv_table_is_read_or_refused() {
-    run(Target { name: "csv", inputs: 3000, head: 60 }, fuzzing::csv);
-}
-
-#[test]
-fn any_idx_file_is_read_or_refused() {
-    run(Target { name: "idx", inputs: 3000, head: 20 }, fuzzing::idx);
-}
-
-#[test]
-fn any_image_is_read_or_refused() {
-    run(Target { name: "image", inputs: 3000, head: usize::MAX }, fuzzing::image);
-}
-
-#[test]
-fn any_json_lines_are_read_or_refused() {
-    run(Target { name: "json", inputs: 3000, head: 200 }, fuzzing::json);
-}
-
-#[test]
-fn any_parquet_file_of_lists_is_read_or_refused() {
-    run(Target { name: "parquet_lists", inputs: 2000, head: usize::MAX }, fuzzing::parquet_lists);
-}
-
-#[test]
-fn any_manifest_of_a_checkpoint_is_used_or_refused() {
-    run(Target { name: "manifest", inputs: 3000, head: usize::MAX }, fuzzing::manifest);
-}
-
-#[test]
-fn any_parquet_file_is_read_or_refused() {
-    run(Target { name: "parquet", inputs: 2000, head: usize::MAX }, fuzzing::parquet);
-}
-
-#[test]
-fn any_safetensors_file_is_loaded_or_refused() {
-    run(Target { name: "safetensors", inputs: 3000, head: 150 }, fuzzing::safetensors);
-}
-
-#[test]
-fn any_tar_file_is_read_or_refused() {
-    run(Target { name: "web_dataset", inputs: 3000, head: 1100 }, fuzzing::web_dataset);
+read_or_refused! {
+    any_arrow_file_is_read_or_refused: arrow, 3000, usize::MAX;
+    any_csv_table_is_read_or_refused: csv, 3000, 60;
+    any_idx_file_is_read_or_refused: idx, 3000, 20;
+    any_image_is_read_or_refused: image, 3000, usize::MAX;
+    any_json_lines_are_read_or_refused: json, 3000, 200;
+    any_parquet_file_of_lists_is_read_or_refused: parquet_lists, 2000, usize::MAX;
+    any_manifest_of_a_checkpoint_is_used_or_refused: manifest, 3000, usize::MAX;
+    any_parquet_file_is_read_or_refused: parquet, 2000, usize::MAX;
+    any_safetensors_file_is_loaded_or_refused: safetensors, 3000, 150;
+    any_tar_file_is_read_or_refused: web_dataset, 3000, 1100;
 }
 
 fn run(target: Target, accepts: fn(&Path, &[u8]) -> bool) {

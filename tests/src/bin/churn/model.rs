@@ -69,11 +69,7 @@ impl Counting {
             rows: arguments.rows,
             hangs_when: arguments.event_logs.join(hang_file(std::process::id())),
             positions: HashMap::new(),
-            work: Rc::new(RefCell::new(Work {
-                log,
-                pending: Vec::new(),
-                undone: 0,
-            })),
+            work: Rc::new(RefCell::new(Work { log, pending: Vec::new(), undone: 0 })),
         }
     }
 }
