@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use serde_json::json;
 
 use super::tests::{
-    ONE, WAITING, container, ended, exited, next, pods, pods_of, running, started, until,
+    ONE, container, ended, exited, next, pods, pods_of, running, start_one, started, until,
 };
 use super::*;
 use crate::job::testing::spec;
@@ -168,8 +168,7 @@ async fn a_watch_that_expires_midway_misses_nothing() {
 async fn a_throttling_server_is_not_called_before_its_retry_after() {
     let (fake, mut pods) = pods();
     fake.state().throttles.extend([("POST pods", 429, 7), ("POST pods", 429, 8)]);
-    pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITING);
+    start_one(&mut pods).await;
     let before = Instant::now();
     until(|| fake.state().names() == ["j-w-1"]).await;
     assert_eq!((before.elapsed().as_secs(), fake.state().count("POST pods")), (15, 3));
@@ -257,8 +256,7 @@ async fn a_call_without_an_answer_is_retried() {
     let (fake, mut pods) = pods();
     until(|| fake.state().count("LIST pods") == 1).await;
     fake.state().unreachable = true;
-    pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITING);
+    start_one(&mut pods).await;
     tokio::time::sleep(Duration::from_secs(1)).await;
     fake.state().unreachable = false;
     until(|| fake.state().names() == ["j-w-1"]).await;
@@ -323,8 +321,7 @@ async fn a_missing_class_of_the_users_choice_ends_the_launch() {
     let (fake, mut pods) = pods();
     let message = "pods \"j-w-1\" is forbidden: no PriorityClass with name mine was found";
     fake.state().refusals.push_back((403, message));
-    pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITING);
+    start_one(&mut pods).await;
     assert_eq!(
         next(&mut pods).await,
         ended(Exit::NotStarted("there is no priority class mine".into()))

@@ -57,11 +57,12 @@ pub(super) fn exited(code: i32) -> Value {
     container("Failed", json!({"terminated": {"exitCode": code, "reason": "Error"}}))
 }
 
-pub(super) const WAITING: (LaunchId, BackendEvent) =
-    (ONE, BackendEvent::Waiting(Wait::Scheduling(None)));
-
 pub(super) fn ended(exit: Exit) -> (LaunchId, BackendEvent) {
     (ONE, BackendEvent::Ended(exit))
+}
+
+fn pod_is_gone() -> Exit {
+    Exit::reclaimed(ReclaimCause::Deleted, "its pod is gone")
 }
 
 /// Returns the next event within an hour of the paused clock; skips the creation of pods.
@@ -75,12 +76,23 @@ pub(super) async fn next(pods: &mut Pods) -> (LaunchId, BackendEvent) {
     }
 }
 
+/// Starts a launch, which waits for its pod.
+pub(super) async fn start_one(pods: &mut Pods) {
+    pods.start(ONE, 0);
+    assert_eq!(next(pods).await, (ONE, BackendEvent::Waiting(Wait::Scheduling(None))));
+}
+
+/// Starts a pod that is not scheduled yet.
+async fn created() -> (Arc<FakeServer>, Pods) {
+    let (fake, mut pods) = pods();
+    start_one(&mut pods).await;
+    until(|| fake.state().names() == ["j-w-1"]).await;
+    (fake, pods)
+}
+
 /// Starts a pod that runs.
 pub(super) async fn started() -> (Arc<FakeServer>, Pods) {
-    let (fake, mut pods) = pods();
-    pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITING);
-    until(|| fake.state().names() == ["j-w-1"]).await;
+    let (fake, mut pods) = created().await;
     fake.set_status("j-w-1", running());
     assert_eq!(next(&mut pods).await, (ONE, BackendEvent::Running));
     (fake, pods)
@@ -101,8 +113,7 @@ pub(super) async fn until(is_so: impl Fn() -> bool) {
 async fn a_creation_whose_answer_was_lost_creates_no_second_pod() {
     let (fake, mut pods) = pods();
     fake.state().lost = 1;
-    pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITING);
+    start_one(&mut pods).await;
     let (_, lost) = next(&mut pods).await;
     assert!(matches!(lost, BackendEvent::Waiting(Wait::Scheduling(Some(_)))), "{lost:?}");
     until(|| fake.state().count("GET pods") == 1).await;
@@ -120,8 +131,7 @@ async fn an_exceeded_quota_is_waited_out() {
     let (fake, mut pods) = pods();
     let message = "pods \"j-w-1\" is forbidden: exceeded quota: q";
     fake.state().refusals.extend([(403, message), (403, message)]);
-    pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITING);
+    start_one(&mut pods).await;
     assert_eq!(next(&mut pods).await, (ONE, BackendEvent::Waiting(Wait::Capacity(message.into()))));
     until(|| fake.state().names() == ["j-w-1"]).await;
 }
@@ -130,8 +140,7 @@ async fn an_exceeded_quota_is_waited_out() {
 async fn a_permanent_refusal_ends_the_launch_with_the_servers_message() {
     let (fake, mut pods) = pods();
     fake.state().refusals.extend([(403, "pods is forbidden: User x cannot create resource pods")]);
-    pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITING);
+    start_one(&mut pods).await;
     let why = "pods is forbidden: User x cannot create resource pods";
     assert_eq!(next(&mut pods).await, ended(Exit::NotStarted(why.into())));
     assert_eq!(fake.state().created, 0);
@@ -145,10 +154,7 @@ async fn events_that_a_watch_has_missed_are_found_by_the_next_list() {
     fake.remove("j-w-1");
     fake.forget();
     fake.state().refuses_watches = false;
-    assert_eq!(
-        next(&mut pods).await,
-        ended(Exit::reclaimed(ReclaimCause::Deleted, "its pod is gone"))
-    );
+    assert_eq!(next(&mut pods).await, ended(pod_is_gone()));
     assert!(fake.state().count("LIST pods") >= 2);
 }
 
@@ -158,17 +164,13 @@ async fn a_pod_that_was_removed_between_two_lists_has_ended() {
     until(|| fake.state().count("LIST pods") == 1).await;
     fake.state().refuses_watches = true;
     fake.forget();
-    pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITING);
+    start_one(&mut pods).await;
     until(|| fake.state().created == 1).await;
     tokio::time::sleep(Duration::from_millis(10)).await;
     fake.remove("j-w-1");
     fake.forget();
     fake.state().refuses_watches = false;
-    assert_eq!(
-        next(&mut pods).await,
-        ended(Exit::reclaimed(ReclaimCause::Deleted, "its pod is gone"))
-    );
+    assert_eq!(next(&mut pods).await, ended(pod_is_gone()));
 }
 
 #[tokio::test(start_paused = true)]
@@ -184,10 +186,7 @@ async fn a_killed_launch_that_ends_by_itself_is_reported_with_its_exit_and_its_p
 
 #[tokio::test(start_paused = true)]
 async fn a_killed_launch_may_have_run_before_its_node_reports_it() {
-    let (fake, mut pods) = pods();
-    pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITING);
-    until(|| fake.state().names() == ["j-w-1"]).await;
+    let (fake, mut pods) = created().await;
     fake.set_status(
         "j-w-1",
         container("Pending", json!({"waiting": {"reason": "ContainerCreating"}})),
@@ -201,10 +200,7 @@ async fn a_killed_launch_may_have_run_before_its_node_reports_it() {
 
 #[tokio::test(start_paused = true)]
 async fn a_killed_launch_without_a_node_is_deleted_at_once() {
-    let (fake, mut pods) = pods();
-    pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITING);
-    until(|| fake.state().names() == ["j-w-1"]).await;
+    let (fake, mut pods) = created().await;
     let before = Instant::now();
     pods.kill(ONE);
     assert_eq!(
@@ -231,8 +227,7 @@ async fn pods_of_an_earlier_master_are_adopted_in_their_present_state() {
     pods.adopt(LaunchId(3), None);
     assert_eq!(next(&mut pods).await, (ONE, BackendEvent::Running));
     assert_eq!(next(&mut pods).await, (LaunchId(2), BackendEvent::Waiting(Wait::Scheduling(None))));
-    let deleted = Exit::reclaimed(ReclaimCause::Deleted, "its pod is gone");
-    assert_eq!(next(&mut pods).await, (LaunchId(3), BackendEvent::Ended(deleted)));
+    assert_eq!(next(&mut pods).await, (LaunchId(3), BackendEvent::Ended(pod_is_gone())));
     fake.set_status("j-w-1", exited(3));
     assert_eq!(next(&mut pods).await, ended(Exit::Code(3)));
     let state = fake.state();
@@ -243,8 +238,7 @@ async fn pods_of_an_earlier_master_are_adopted_in_their_present_state() {
 async fn a_launch_that_is_killed_before_its_pod_exists_leaves_no_pod() {
     let (fake, mut pods) = pods();
     fake.state().refusals.extend([(500, "not now"), (500, "not now")]);
-    pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITING);
+    start_one(&mut pods).await;
     pods.kill(ONE);
     loop {
         if let (_, BackendEvent::Ended(_)) = next(&mut pods).await {
@@ -257,10 +251,7 @@ async fn a_launch_that_is_killed_before_its_pod_exists_leaves_no_pod() {
 
 #[tokio::test(start_paused = true)]
 async fn a_pod_that_cannot_start_is_evicted_after_a_while() {
-    let (fake, mut pods) = pods();
-    pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITING);
-    until(|| fake.state().names() == ["j-w-1"]).await;
+    let (fake, mut pods) = created().await;
     let stuck = json!({"waiting": {"reason": "ErrImagePull", "message": "no such image"}});
     fake.set_status("j-w-1", container("Pending", stuck));
     let why = "ErrImagePull: no such image";
@@ -302,10 +293,7 @@ async fn a_program_that_the_image_lacks_is_at_fault_unless_it_has_run_in_another
 
 #[tokio::test(start_paused = true)]
 async fn a_volume_that_cannot_be_mounted_is_what_its_pod_waits_for() {
-    let (fake, mut pods) = pods();
-    pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITING);
-    until(|| fake.state().names() == ["j-w-1"]).await;
+    let (fake, mut pods) = created().await;
     let mut pod = fake.state().pod("j-w-1");
     let scheduled = json!({"type": "PodScheduled", "status": "True"});
     pod["spec"]["nodeName"] = "a".into();
@@ -375,8 +363,7 @@ async fn a_quota_that_requires_limits_is_reported_with_the_option_that_helps() {
     fake.state()
         .refusals
         .push_back((403, "pods \"j-w-1\" is forbidden: failed quota: q: must specify limits.cpu"));
-    pods.start(ONE, 0);
-    assert_eq!(next(&mut pods).await, WAITING);
+    start_one(&mut pods).await;
     match next(&mut pods).await {
         (ONE, BackendEvent::Waiting(Wait::Capacity(why))) => {
             assert!(why.contains("--worker-resources"), "{why}")
