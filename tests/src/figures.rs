@@ -2,6 +2,7 @@
 //! quantiles and printing.
 
 use std::error::Error;
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
@@ -22,7 +23,12 @@ pub fn run_benchmark<M: Model>(
     if std::env::var_os("ELASTICDL_MASTER").is_some() {
         return elasticdl::run(model());
     }
-    match measure() {
+    exit_code(measure())
+}
+
+/// The exit code of a program that ends so, whose error is printed.
+pub fn exit_code<E: Display>(result: Result<(), E>) -> ExitCode {
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             print(&format!("error: {error}"));

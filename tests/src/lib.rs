@@ -27,7 +27,9 @@ pub use data::{
 };
 pub use determinism::DeterminismCase;
 pub use exported_tables::{ExportedRow, exported_rows, touches_without_row};
-pub use figures::{auc, built, jain, measure_parts, print, quantile, run_benchmark, spread};
+pub use figures::{
+    auc, built, exit_code, jain, measure_parts, print, quantile, run_benchmark, spread,
+};
 pub use half_parameters::HalfParameters;
 pub use job::{Command, Ended, Running, assert_exactly_once, each_once, once_of, read_summary};
 pub use job_fixture::{JobFixture, KILLS_MAX, Programs};

@@ -38,16 +38,7 @@ impl MasterFixture {
         let meta = serde_json::from_value(meta).unwrap();
         let (lease_guard, hold) = LeaseGuard::for_test();
         let recorder = EventRecorder::start(&cluster, &meta);
-        let factory = PodFactory {
-            table_servers: None,
-            template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}}))
-                .unwrap(),
-            anchor: meta,
-            master: "10.0.0.1:7070".into(),
-            min_workers: 1,
-            priority_tiers: None,
-            gang: None,
-        };
+        let factory = PodFactory::for_tests(meta, 1);
         let pods = Pods::new(&cluster, factory, lease_guard.clone(), recorder.clone());
         let anchor = Anchor::new(&cluster, "job");
         let seen = anchor.read().await.unwrap();

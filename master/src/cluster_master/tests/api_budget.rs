@@ -28,16 +28,7 @@ async fn calls_without_changes() -> BTreeMap<String, usize> {
     let meta: ObjectMeta = serde_json::from_value(meta).unwrap();
     let identity = Holder { pod: "one".into(), uid: "u".into() };
     let lease = LeaderLease::acquire(&cluster, &meta, &identity).await.unwrap();
-    let pod_factory = PodFactory {
-        table_servers: None,
-        template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}}))
-            .unwrap(),
-        anchor: meta.clone(),
-        master: "10.0.0.1:7070".into(),
-        min_workers: 1,
-        priority_tiers: None,
-        gang: None,
-    };
+    let pod_factory = PodFactory::for_tests(meta.clone(), 1);
     let mut pods =
         Pods::new(&cluster, pod_factory, lease.guard(), EventRecorder::start(&cluster, &meta));
     let anchor = Anchor::new(&cluster, "j");

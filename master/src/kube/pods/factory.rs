@@ -29,6 +29,21 @@ pub(crate) struct PodFactory {
 }
 
 impl PodFactory {
+    /// Pods with one container, for tests.
+    #[cfg(test)]
+    pub(crate) fn for_tests(anchor: ObjectMeta, min_workers: u32) -> Self {
+        let template = serde_json::json!({"spec": {"containers": [{"name": "worker"}]}});
+        Self {
+            template: serde_json::from_value(template).expect("it is a pod"),
+            table_servers: None,
+            anchor,
+            master: "10.0.0.1:7070".into(),
+            min_workers,
+            priority_tiers: None,
+            gang: None,
+        }
+    }
+
     /// Builds the pod of a launch, as a member of this gang, if any.
     pub(super) fn pod(&self, launch: LaunchId, slot: u32, gang: Option<&str>) -> Pod {
         let template = self.table_server(slot).unwrap_or(&self.template);

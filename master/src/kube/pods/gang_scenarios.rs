@@ -23,15 +23,7 @@ fn pods_with(fake: &Arc<FakeServer>, scheduler: GangScheduler) -> Pods {
     let mut template: Pod = serde_json::from_value(template).unwrap();
     let gang = GangOptions::new(scheduler, queue, 2, &Default::default(), class);
     gang.mark_template(&mut template.metadata);
-    let factory = PodFactory {
-        table_servers: None,
-        template,
-        anchor,
-        master: "10.0.0.1:7070".into(),
-        min_workers: 2,
-        priority_tiers: None,
-        gang: Some(gang),
-    };
+    let factory = PodFactory { template, gang: Some(gang), ..PodFactory::for_tests(anchor, 2) };
     Pods::new(&cluster, factory, LeaseGuard::unlimited(), recorder)
 }
 

@@ -28,16 +28,7 @@ pub(super) fn pods_of(
     ]});
     let anchor: ObjectMeta = serde_json::from_value(anchor).unwrap();
     let recorder = EventRecorder::start(cluster, &anchor);
-    let factory = PodFactory {
-        table_servers: None,
-        template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}}))
-            .unwrap(),
-        anchor,
-        master: "10.0.0.1:7070".into(),
-        min_workers: 2,
-        priority_tiers,
-        gang: None,
-    };
+    let factory = PodFactory { priority_tiers, ..PodFactory::for_tests(anchor, 2) };
     Pods::new(cluster, factory, guard, recorder)
 }
 
@@ -200,7 +191,7 @@ async fn a_killed_launch_may_have_run_before_its_node_reports_it() {
 
 #[tokio::test(start_paused = true)]
 async fn a_killed_launch_without_a_node_is_deleted_at_once() {
-    let (fake, mut pods) = created().await;
+    let (_fake, mut pods) = created().await;
     let before = Instant::now();
     pods.kill(ONE);
     assert_eq!(

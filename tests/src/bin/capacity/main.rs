@@ -16,7 +16,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use elasticdl_master::limits::WORKERS_MAX;
-use elasticdl_tests::print;
+use elasticdl_tests::{exit_code, print};
 use serde_json::json;
 
 /// Why there is no result.
@@ -40,13 +40,7 @@ fn main() -> ExitCode {
     if std::env::args().nth(1).is_some_and(|word| word == "train") {
         return elasticdl_cli::main();
     }
-    match measure(&Arguments::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            print(&format!("error: {error}"));
-            ExitCode::FAILURE
-        }
-    }
+    exit_code(measure(&Arguments::parse()))
 }
 
 fn measure(arguments: &Arguments) -> Result<(), Fault> {

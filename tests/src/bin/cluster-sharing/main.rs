@@ -41,7 +41,7 @@ use std::time::Duration;
 use clap::Parser;
 use elasticdl_proto::limits::DATASET_RECORDS_MAX;
 use elasticdl_tests::cluster::ApiServer;
-use elasticdl_tests::print;
+use elasticdl_tests::{exit_code, print};
 use serde_json::{Map, Value};
 
 use crate::case::{Cluster, MIN_WORKERS, WORKER_CPUS};
@@ -113,13 +113,7 @@ fn main() -> ExitCode {
         Some(_) => measure(&options),
         None => with_cluster(),
     };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            print(&format!("error: {error}"));
-            ExitCode::FAILURE
-        }
-    }
+    exit_code(result)
 }
 
 /// Starts a cluster, runs this program again for it, and stops it.

@@ -30,7 +30,7 @@ use std::time::Duration;
 use clap::Parser;
 use elasticdl::{RowOptimizer, Table};
 use elasticdl_tables::{Ids, Member, Owned, RowGradients, Settings, StepCommit};
-use elasticdl_tests::{measure_parts, print};
+use elasticdl_tests::{exit_code, measure_parts};
 use serde_json::json;
 
 /// Measure tables.
@@ -72,13 +72,7 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    match measure(&Arguments::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            print(&format!("error: {error}"));
-            ExitCode::FAILURE
-        }
-    }
+    exit_code(measure(&Arguments::parse()))
 }
 
 fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {

@@ -10,16 +10,8 @@ const ONE: LaunchId = LaunchId(1);
 const SCHEDULING: BackendEvent = BackendEvent::Waiting(Wait::Scheduling(None));
 
 fn tracker_with(priority_tiers: Option<PriorityTiers>) -> PodTracker {
-    PodTracker::new(PodFactory {
-        table_servers: None,
-        template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}}))
-            .unwrap(),
-        anchor: serde_json::from_value(json!({"name": "j", "uid": "anchor"})).unwrap(),
-        master: "10.0.0.1:7070".into(),
-        min_workers: 1,
-        priority_tiers,
-        gang: None,
-    })
+    let anchor = serde_json::from_value(json!({"name": "j", "uid": "anchor"})).unwrap();
+    PodTracker::new(PodFactory { priority_tiers, ..PodFactory::for_tests(anchor, 1) })
 }
 
 fn pod(uid: &str, status: Value) -> Box<Pod> {

@@ -20,16 +20,9 @@ struct Fixture {
 impl Fixture {
     fn new(scheduler: GangScheduler) -> Self {
         let options = GangOptions::new(scheduler, None, 2, &Default::default(), None);
-        let tracker = PodTracker::new(PodFactory {
-            table_servers: None,
-            template: serde_json::from_value(json!({"spec": {"containers": [{"name": "worker"}]}}))
-                .unwrap(),
-            anchor: serde_json::from_value(json!({"name": "j", "uid": "anchor"})).unwrap(),
-            master: "10.0.0.1:7070".into(),
-            min_workers: 2,
-            priority_tiers: None,
-            gang: Some(options),
-        });
+        let anchor = serde_json::from_value(json!({"name": "j", "uid": "anchor"})).unwrap();
+        let factory = PodFactory { gang: Some(options), ..PodFactory::for_tests(anchor, 2) };
+        let tracker = PodTracker::new(factory);
         Self { tracker, seconds: 0 }
     }
 
