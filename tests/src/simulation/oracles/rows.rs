@@ -156,10 +156,10 @@ impl World {
     /// the steps are done: then the next group makes the copies, as after a loss.
     pub(in crate::simulation) fn note_left_rows(&mut self, p: usize) {
         let Process { worker, trainer, .. } = &self.processes[p];
-        let (spec, state) = (&self.setting.spec, trainer.state());
+        let (options, state) = (&self.setting.spec.options, trainer.state());
         let is_done = state.is_some_and(|state| {
-            state.ledger.epoch() >= spec.epochs
-                || spec.max_steps.is_some_and(|most| state.step >= most)
+            state.ledger.epoch() >= options.epochs
+                || options.max_steps.is_some_and(|most| state.step >= most)
         });
         if let Some(worker) = worker.filter(|_| !is_done && !self.fault_plan.links_may_break) {
             for (holders, _) in self.oracle.rows.whole.values_mut() {
