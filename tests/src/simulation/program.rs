@@ -97,9 +97,7 @@ impl Model for Counting {
             add_row_gradients(rows, gradients.rows_and_sum().0);
         }
         let sum = gradients.sum();
-        if act(|world, thread| world.miscounts(thread.p)) {
-            sum[records[0]] += WRONG;
-        }
+        sum[records[0]] += act(|world, thread| world.miscounts(thread.p));
         records.into_iter().for_each(|record| sum[record] += 1.0);
         Ok(Loss::Sum(0.0))
     }
@@ -174,9 +172,6 @@ fn rows_of(
     };
     places.into_iter().map(values).collect()
 }
-
-/// What a gradient is off by.
-const WRONG: f32 = 0.5;
 
 /// Training data comes from the world.
 #[derive(Debug)]

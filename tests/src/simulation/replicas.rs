@@ -51,14 +51,16 @@ impl World {
         }
     }
 
-    /// Whether the gradient that `p` computes is wrong. That of a worker alone is right: it would
-    /// be wrong a second time.
-    pub(super) fn miscounts(&mut self, p: usize) -> bool {
+    /// By how much the gradient that `p` computes is wrong: in half of the jobs by another number
+    /// each time. That of a worker alone is right: it would be wrong a second time.
+    pub(super) fn miscounts(&mut self, p: usize) -> f32 {
         let trainer = &mut self.processes[p].trainer;
         let is_alone = trainer.ring.as_ref().is_none_or(|ring| ring.world() == 1);
         if trainer.miscounts == 0 || is_alone || !trainer.is_auditing.get() {
-            return false;
+            return 0.0;
         }
+        let is_irregular = self.setting.spec.options.seed.is_multiple_of(2);
+        let wrong = if is_irregular { WRONG * trainer.miscounts as f32 } else { WRONG };
         trainer.miscounts -= 1;
         if !std::mem::replace(&mut trainer.has_miscounted, true) {
             self.oracle.failures_max += 1;
@@ -67,7 +69,7 @@ impl World {
         }
         trace!(self, "{}: computes a wrong gradient", self.name(p));
         self.oracle.coverage.miscounted += 1;
-        true
+        wrong
     }
 
     /// A bit of a parameter of `p` has flipped.
@@ -138,3 +140,6 @@ impl World {
         }
     }
 }
+
+/// What is added to a count that is wrong.
+const WRONG: f32 = 0.5;

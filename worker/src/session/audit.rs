@@ -17,8 +17,9 @@
 //! the next step is audited, too.
 //!
 //! Ranks that contradict themselves have a fault of their memory or processor, or a model that is
-//! not deterministic. One of them alone is evicted; from two on, the model is blamed, and no
-//! healthy worker is.
+//! not deterministic. One of them alone has no vote, and fails; from two on, the model is blamed,
+//! and no healthy worker is evicted. A group of one rank that contradicts itself goes back to the
+//! newest checkpoint: its model was tried at the job's start.
 //!
 //! **Invariant:** a verdict depends on the headers alone, so all ranks derive the same one.
 

@@ -16,8 +16,8 @@ use crate::session::replicas::{Found, StateMismatch, Verdict};
 enum Judgement {
     /// Several ranks contradict themselves about this dispute.
     Nondeterministic(usize),
-    /// Ranks fail, as they have computed other bits in this dispute.
-    Verdict(Verdict, usize),
+    /// Ranks fail, as they have computed other bits.
+    Verdict(Verdict),
 }
 
 impl Session {
@@ -84,8 +84,8 @@ impl Session {
         let records = |index: usize| disputes[index].ranges[0];
         let (step, group) = (self.state.as_ref().map_or(0, |state| state.step), group.clone());
         match judge(disputes, &all) {
-            Judgement::Verdict(verdict, index) => {
-                Err(group.mismatch(step, Found::Audit(records(index)), verdict))
+            Judgement::Verdict(verdict) => {
+                Err(group.mismatch(step, Found::Audit(records(0)), verdict))
             }
             Judgement::Nondeterministic(index) => {
                 // All ranks find the same, and one says it.
@@ -103,41 +103,40 @@ impl Session {
 /// Finds out who is wrong. `again`: for each rank the digests of all disputes.
 fn judge(disputes: &[Dispute], again: &[&[u64]]) -> Judgement {
     let mut failing = vec![false; again.len()];
-    let (mut named, mut is_open) = (None, false);
+    let mut is_open = false;
     for (index, dispute) in disputes.iter().enumerate() {
-        let second = again.iter().enumerate().map(|(rank, digests)| (rank, digests[index]));
-        let votes: Vec<(usize, u64)> = dispute.votes.iter().copied().chain(second).collect();
-        let count = |digest: u64| votes.iter().filter(|vote| vote.1 == digest).count();
-        let majority = votes.iter().map(|vote| vote.1).find(|&d| 2 * count(d) > votes.len());
-        let of_rank = |rank: usize| votes.iter().filter(move |vote| vote.0 == rank);
-        let contradicts =
-            |rank: usize| of_rank(rank).any(|vote| Some(vote) != of_rank(rank).next());
-        let contradicting = (0..again.len()).filter(|&rank| contradicts(rank)).count();
-        if contradicting > 1 || (contradicting == 1 && majority.is_none()) {
+        // A rank that contradicts itself has no result, and so no vote.
+        let result = |rank: usize| {
+            let digest = again[rank][index];
+            let before = dispute.votes.iter().filter(|vote| vote.0 == rank);
+            before.map(|vote| vote.1).all(|other| other == digest).then_some(digest)
+        };
+        let results: Vec<Option<u64>> = (0..again.len()).map(result).collect();
+        let votes = || results.iter().flatten();
+        if results.len() - votes().count() > 1 {
             return Judgement::Nondeterministic(index);
         }
-        named.get_or_insert(index);
-        match majority {
+        let count = |digest: &u64| votes().filter(|&other| other == digest).count();
+        match votes().find(|&digest| 2 * count(digest) > votes().count()) {
             None => is_open = true,
-            Some(majority) => {
-                let wrong = votes.iter().filter(|vote| vote.1 != majority);
-                wrong.for_each(|(rank, _)| failing[*rank] = true);
+            majority => {
+                let is_wrong = results.iter().map(|result| result.as_ref() != majority);
+                failing.iter_mut().zip(is_wrong).for_each(|(fails, is_wrong)| *fails |= is_wrong);
             }
         }
     }
     let is_decided = !is_open && failing.contains(&false);
     let failing = (0..again.len()).filter(|&rank| failing[rank] || !is_decided).collect();
-    let verdict = Verdict { failing, has_majority: is_decided };
-    Judgement::Verdict(verdict, named.unwrap_or(0))
+    Judgement::Verdict(Verdict { failing, has_majority: is_decided })
 }
 
 fn nondeterministic(step: u64, records: RecordRange) -> String {
     let RecordRange { epoch, start, end } = records;
     format!(
-        "--audit: in step {}, workers got another gradient each time they computed records \
-         {start}..{end} of epoch {epoch}, so the model is not deterministic and can't be audited: \
-         its methods must depend on their arguments alone (for random numbers, on \
-         Gradients::record_key); correct it, or train without --audit",
+        "--audit: in step {}, several workers computed another gradient or loss each time they \
+         computed records {start}..{end} of epoch {epoch}, so the model is not deterministic and \
+         can't be audited: its methods must depend on their arguments alone (for random numbers, \
+         on Gradients::record_key); correct it, or train without --audit",
         step.saturating_add(1)
     )
 }
@@ -160,11 +159,11 @@ mod tests {
     }
 
     fn fails(failing: &[usize], has_majority: bool) -> Judgement {
-        Judgement::Verdict(Verdict { failing: failing.to_vec(), has_majority }, 0)
+        Judgement::Verdict(Verdict { failing: failing.to_vec(), has_majority })
     }
 
     #[test]
-    fn who_is_alone_with_its_result_fails_and_who_contradicts_itself_as_well() {
+    fn who_is_alone_with_its_result_fails_and_who_alone_contradicts_itself_as_well() {
         const RIGHT: u64 = 1;
         let nondeterministic = Judgement::Nondeterministic(0);
         // The results of the rank whose part it is and of the auditor, and those of all ranks.
@@ -183,10 +182,16 @@ mod tests {
             (&[(0, 9), (1, RIGHT)], &[9, RIGHT], fails(&[0, 1], false)),
             // Two kinds of hosts.
             (&[(0, 9), (2, RIGHT)], &[9, 9, RIGHT, RIGHT], fails(&[0, 1, 2, 3], false)),
-            // One alone.
+            // Also if it has another result each time, in its part or as the auditor.
+            (&[(0, 9), (1, RIGHT)], &[5, RIGHT], fails(&[0], true)),
+            (&[(1, RIGHT), (0, 9)], &[5, RIGHT], fails(&[0], true)),
+            (&[(0, 9), (1, RIGHT)], &[5, RIGHT, RIGHT], fails(&[0], true)),
+            // One contradicts itself, and the others disagree.
+            (&[(0, 9), (1, RIGHT)], &[5, RIGHT, 7], fails(&[0, 1, 2], false)),
+            // One alone, whether a result is had twice or not.
             (&[(0, 9), (0, RIGHT)], &[RIGHT], fails(&[0], false)),
-            // No result is had twice.
-            (&[(0, 9), (0, RIGHT)], &[5], nondeterministic.clone()),
+            (&[(0, 9), (0, RIGHT)], &[5], fails(&[0], false)),
+            // Several contradict themselves.
             (&[(0, 1), (1, 2)], &[3, 4], nondeterministic.clone()),
             (&[(0, 1), (1, 2)], &[3, 4, 5], nondeterministic.clone()),
             // Some are, by chance.
@@ -273,8 +278,8 @@ mod tests {
         let [Err(wrong), Err(right)] = recheck(&mut pair, [1, 1]) else { panic!("{:?}", pair.0) };
         assert!(wrong.is_failing() && !right.is_failing(), "{wrong:?}");
         let text = wrong.to_string();
-        let expected = "wrong arithmetic: worker 1 computed another gradient of records 0..2 of \
-                        epoch 0 in step 1 than the other 1";
+        let expected = "wrong arithmetic: worker 1 computed another gradient or loss of records \
+                        0..2 of epoch 0 in step 1 than the other worker, which has not applied it";
         assert!(text.starts_with(expected), "{text}");
     }
 

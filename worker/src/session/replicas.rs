@@ -94,7 +94,7 @@ pub(super) fn compare_rounds(headers: &[StepHeader], step: u64) -> Option<(Verdi
 /// How replicas were found to differ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
-    /// By an audit: ranks have computed different gradients of these records.
+    /// By an audit: ranks have computed different gradients or losses of these records.
     Audit(RecordRange),
     /// By the part of the state that is compared at each step.
     Step,
@@ -141,22 +141,25 @@ impl StateMismatch {
     fn write_audit(&self, f: &mut fmt::Formatter<'_>, records: RecordRange) -> fmt::Result {
         let Verdict { failing, has_majority } = &self.verdict;
         let (names, step) = (self.names(failing), self.step.saturating_add(1));
-        let agree = self.members.len().saturating_sub(failing.len());
         let RecordRange { epoch, start, end } = records;
         let records = format!("records {start}..{end} of epoch {epoch} in step {step}");
         let cause = self.cause();
         if *has_majority {
+            let others = match self.members.len().saturating_sub(failing.len()) {
+                1 => "worker, which has not applied it and computes the step without it".to_owned(),
+                n => format!("{n}, which have not applied it and compute the step without it"),
+            };
             write!(
                 f,
-                "wrong arithmetic: {names} computed another gradient of {records} than the other \
-                 {agree}, which have not applied it and compute the step without it; {cause}"
+                "wrong arithmetic: {names} computed another gradient or loss of {records} than \
+                 the other {others}; {cause}"
             )
         } else {
             write!(
                 f,
-                "wrong arithmetic: {names} computed different gradients of {records}, and none \
-                 can tell which is right; none was applied, and the newest checkpoint counts; \
-                 {cause}"
+                "wrong arithmetic: {names} computed different gradients or losses of {records}, \
+                 and none can tell which is right; none was applied, and the newest checkpoint \
+                 counts; {cause}"
             )
         }
     }
@@ -219,10 +222,13 @@ impl fmt::Display for StateMismatch {
         };
         let names = self.names(failing);
         if *has_majority {
-            let agree = self.members.len().saturating_sub(failing.len());
+            let others = match self.members.len().saturating_sub(failing.len()) {
+                1 => "replica, which goes on".to_owned(),
+                n => format!("{n}, which go on"),
+            };
             write!(
                 f,
-                "replicas differ by {found}: {names} from the other {agree}, which go on; {}",
+                "replicas differ by {found}: {names} from the other {others}; {}",
                 self.cause()
             )
         } else {
@@ -305,7 +311,11 @@ mod tests {
 
     #[test]
     fn the_text_names_worker_host_step_and_what_speaks_for_the_cause() {
-        let table: [(StateMismatch, &[&str]); 4] = [
+        let table: [(StateMismatch, &[&str]); 5] = [
+            (
+                mismatch(&[7, 7], &[1], true),
+                &["worker 2 on node-1 from the other replica, which goes"],
+            ),
             (
                 mismatch(&[7, 7, 7], &[1], true),
                 &["step 152: worker 2 on node-1 from the other 2", "same program", "memory"],

@@ -40,7 +40,7 @@ pub(crate) struct ResilienceOptions {
     pub(crate) allow_mixed_builds: bool,
 
     /// Have this share of the steps computed twice, by different workers, and compared bit for bit:
-    /// `1%`, or `0.0001%` to `100%`.
+    /// `1%`, or `0.0001%` to `100%`, with the percent sign.
     ///
     /// In such a step each worker also computes the part of another one, of another host if there
     /// are several, so 1% costs about 1% of the time. If two results differ, the step is not
@@ -64,7 +64,11 @@ pub(crate) struct ResilienceOptions {
 
 /// Parses a share in percent, as parts per million.
 fn parse_audit(text: &str) -> Result<u32, String> {
-    let percent = text.strip_suffix('%').unwrap_or(text).parse::<f64>().ok();
+    let number = text.strip_suffix('%');
+    if number.is_none() && text.parse::<f64>().is_ok() {
+        return Err(format!("the percent sign is missing: `{text}%` is {text} of 100 steps"));
+    }
+    let percent = number.and_then(|number| number.parse::<f64>().ok());
     let millionths = percent.map(|percent| percent * 10_000.0);
     let is_whole = |m: &f64| (1.0..=1_000_000.0).contains(m) && (m - m.round()).abs() < 1e-6;
     millionths.filter(is_whole).map(|millionths| millionths.round() as u32).ok_or_else(|| {
@@ -90,12 +94,15 @@ mod tests {
     #[test]
     fn an_audit_is_a_share_in_percent() {
         for (text, millionths) in
-            [("1%", 10_000), ("1", 10_000), ("0.5%", 5000), ("0.0001%", 1), ("100%", 1_000_000)]
+            [("1%", 10_000), ("0.5%", 5000), ("0.0001%", 1), ("100%", 1_000_000)]
         {
             assert_eq!(parse_audit(text), Ok(millionths), "{text}");
         }
-        for bad in ["", "%", "0", "0%", "101%", "-1%", "0.00001%", "1.00001%", "NaN", "one", "1%%"]
-        {
+        // A share of 1 or 0.5 could mean all of the steps, or half of them.
+        for bad in ["0", "0.5", "1"] {
+            assert!(parse_audit(bad).unwrap_err().contains(&format!("`{bad}%`")), "{bad}");
+        }
+        for bad in ["", "%", "0%", "101%", "-1%", "0.00001%", "1.00001%", "NaN%", "one", "1%%"] {
             assert!(parse_audit(bad).unwrap_err().contains("for example `1%`"), "{bad}");
         }
     }
