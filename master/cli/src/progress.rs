@@ -197,7 +197,7 @@ fn format_progress(now: Time, line: &ProgressLine) -> String {
 }
 
 /// A notice as a JSON object in one line.
-fn json_notice(time: SystemTime, now: Time, text: &str) -> String {
+pub(crate) fn json_notice(time: SystemTime, now: Time, text: &str) -> String {
     json_line(time, now, "event", json!({ "text": text }))
 }
 

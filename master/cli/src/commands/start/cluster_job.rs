@@ -2,9 +2,10 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use elasticdl_master::certificates::{Certificates, YEARS};
-use elasticdl_master::job::{JobSpec, Work};
+use elasticdl_master::job::{JobSpec, Time, Work};
 use elasticdl_master::kube::client::{API_SERVER_PORTS, Cluster, ClusterError};
 use elasticdl_master::kube::existing::ExistingJob;
 use elasticdl_master::kube::gang::{GangOptions, GangScheduler};
@@ -21,9 +22,10 @@ use super::request::{StartRequest, default_name, nccl_warning};
 use crate::args::ClusterOptions;
 use crate::backend::{self, FollowOutput};
 use crate::process::{
-    EXIT_INTERRUPTED, EXIT_OK, Failure, cannot, new_runtime, print, print_line, print_warning,
-    read_text,
+    Console, EXIT_INTERRUPTED, EXIT_OK, Failure, cannot, new_runtime, print, print_line,
+    print_warning, read_text,
 };
+use crate::progress::{LogFormat, json_notice};
 
 /// Submits a job and follows it. Returns the exit code.
 pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
@@ -53,7 +55,7 @@ pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
         if let Some(objects) = &if_not_exists
             && let Some(existing) = ExistingJob::find(&cluster, name, objects).await?
         {
-            return Ok(report(&existing, name, namespace));
+            return Ok(report(&existing, name, namespace, asked.output.console()));
         }
         warn(asked, &request);
         let mut interrupts = signal(SignalKind::interrupt()).map_err(cannot("handle signals"))?;
@@ -64,7 +66,7 @@ pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
         if let (Err(ClusterError::Exists(_)), Some(objects)) = (&submitted, &if_not_exists)
             && let Some(existing) = ExistingJob::find(&cluster, name, objects).await?
         {
-            return Ok(report(&existing, name, namespace));
+            return Ok(report(&existing, name, namespace, asked.output.console()));
         }
         if let Some(why) = submitted? {
             print_warning(&format!("the master waits: {why}"));
@@ -121,16 +123,29 @@ pub(super) fn warn(asked: &StartRequest, request: &Request) {
     }
 }
 
-/// Says that a job exists, and how it differs. Returns the exit code.
-fn report(existing: &ExistingJob, name: &str, namespace: &str) -> u8 {
-    let state = existing.ended().map_or_else(|| "runs".into(), |state| format!("has {state}"));
-    print_line(&format!(
-        "a job {name} exists already in the namespace {namespace} and {state}: nothing is submitted"
-    ));
-    for difference in &existing.differences {
-        print_warning(&format!("it is not as asked for: {difference}"));
+/// Says that a job exists, and how it differs, unless only errors are printed. Returns the exit
+/// code.
+fn report(existing: &ExistingJob, name: &str, namespace: &str, console: Console) -> u8 {
+    for line in existence(existing, name, namespace) {
+        match console.progress() {
+            Some(LogFormat::Json) => {
+                print_line(&json_notice(SystemTime::now(), Time::default(), &line));
+            }
+            Some(LogFormat::Text) => print_line(&line),
+            None => {}
+        }
     }
     EXIT_OK
+}
+
+fn existence(existing: &ExistingJob, name: &str, namespace: &str) -> Vec<String> {
+    let state = existing.ended().unwrap_or_else(|| "not ended".into());
+    let first = format!(
+        "a job {name} exists already in the namespace {namespace} and has {state}: nothing is \
+         submitted"
+    );
+    let differs = |difference| format!("warning: it is not as asked for: {difference}");
+    [first].into_iter().chain(existing.differences.iter().map(differs)).collect()
 }
 
 /// Completes the submission of a job: half of its objects would be of no use. Returns its result,
@@ -437,6 +452,7 @@ fn path_in_volume(
 mod tests {
     use std::time::Duration;
 
+    use elasticdl_master::kube::anchor::{Data, SUMMARY};
     use rustix::process::{Signal as Number, getpid, kill_process};
 
     use super::*;
@@ -464,5 +480,18 @@ mod tests {
         let stuck = finish(std::future::pending::<()>(), &mut interrupts, "j", "n").await;
         assert!(stuck.unwrap_err().text.contains("`elasticdl delete j --namespace n`"));
         interrupting.abort();
+    }
+
+    #[test]
+    fn a_job_without_a_summary_has_not_ended_and_each_difference_is_a_warning() {
+        let differences = vec!["task.seed is 0, not 7".to_owned()];
+        let mut existing = ExistingJob { data: Data::default(), differences };
+        let lines = existence(&existing, "j", "n");
+        let expected =
+            "a job j exists already in the namespace n and has not ended: nothing is submitted";
+        assert_eq!(lines, [expected, "warning: it is not as asked for: task.seed is 0, not 7"]);
+        existing.data.insert(SUMMARY.into(), r#"{"state": "completed"}"#.into());
+        let lines = existence(&existing, "j", "n");
+        assert!(lines[0].contains("and has completed: "), "{lines:?}");
     }
 }
