@@ -31,7 +31,7 @@ impl Job {
         self.group.clear_losses();
         // Every ready worker counts as a member that holds the state.
         if self.workers.employ_ready() > 0 {
-            self.reporting.form(now, self.data.step(), counted);
+            self.reporting.form(now, self.data.step(), (counted, self.data.step()));
         }
         self.reporting.note_inference_workers(self.workers.members().count() as u32);
         let asks = |w: &Worker| w.is_member() && w.requested_shards() > 0;

@@ -40,7 +40,11 @@ impl Job {
         self.data.set_step(step);
         self.group.note_progress(now);
         if self.group.form() && !self.lifecycle.had_formed() {
-            self.reporting.form(now, step, self.data.counted());
+            // A group that is taken over may be far from where it began.
+            let is_anew =
+                self.lifecycle.is_taking_over() && self.spec.options.resume_from.is_none();
+            let begun = if is_anew { (0, 0) } else { (self.data.counted(), step) };
+            self.reporting.form(now, step, begun);
         }
         // All members have met, although their last heartbeats may report a wait before that.
         self.workers.connected_mut().for_each(|(_, w)| w.restart_wait(now));

@@ -228,10 +228,11 @@ impl JobHistory {
         }
     }
 
-    /// Notes that the newest generation formed at `step`, with `counted` records absorbed.
-    pub(crate) fn form(&mut self, now: Time, step: u64, counted: u64) {
+    /// Notes that the newest generation formed at `step`. `begun`: records and steps of the state
+    /// that the job began with, if this is the first group to form.
+    pub(crate) fn form(&mut self, now: Time, step: u64, begun: (u64, u64)) {
         if self.totals.formed_first.is_none() {
-            (self.totals.formed_first, self.totals.begun_with) = (Some(now), (counted, step));
+            (self.totals.formed_first, self.totals.begun_with) = (Some(now), begun);
             self.speed.begin(now);
         }
         if let Some(record) = self.memberships.back_mut() {
@@ -315,14 +316,16 @@ impl JobHistory {
 
     /// Notes a commit of `steps` new steps.
     pub(crate) fn commit(&mut self, now: Time, steps: u64, report: &Committed) {
-        let is_first = self.totals.loss.first.is_none();
+        let known = self.totals.loss.first;
         self.note_loss(report.records, report.loss_sum);
+        let loss = &mut self.totals.loss;
         if let (Some(first), Some(last)) = (report.first_loss, report.last_loss) {
             // Those of single steps compare between jobs; that of a report depends on the time.
-            let loss = &mut self.totals.loss;
-            loss.first = if is_first { Some(first) } else { loss.first };
-            loss.last = Some(last);
+            *loss = LossSummary { first: Some(first), last: Some(last) };
         }
+        // The report of the first step may have reached an earlier master, which has not noted it.
+        let is_of_first = report.step - steps == self.totals.begun_with.1;
+        loss.first = if is_of_first { known.or(loss.first) } else { known };
         self.smoothed.note_metrics(report.records, &report.metrics);
         self.learning_rate = report.learning_rate;
         self.tables = report.tables.as_deref().copied();

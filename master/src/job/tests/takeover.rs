@@ -6,7 +6,7 @@ use elasticdl_proto::{Generation, WorkerId};
 use super::super::*;
 use super::directed::{
     actions, address, at, broken, committed, connect, deliver, finished, formed, launch_at, lose,
-    membership, memberships, send, started,
+    membership, memberships, published, send, started,
 };
 use crate::job::testing::{dataset, spec};
 
@@ -91,6 +91,34 @@ fn a_report_that_is_lost_during_a_take_over_is_made_up_for() {
     deliver(&mut job, 2, returned(3));
     let status = job.status(at(1040));
     assert_eq!((&*status.state, status.step), ("running", 3));
+}
+
+/// The former master has noted the first report, or not even that the group had formed.
+#[test]
+fn the_first_loss_after_a_take_over_is_that_of_the_first_step_or_none() {
+    for (is_noted, was_formed) in [(true, true), (false, true), (false, false)] {
+        let mut former = match was_formed {
+            true => started(spec_of(2), &[8]),
+            false => published(spec_of(2), &[8]),
+        };
+        if is_noted {
+            deliver(&mut former, 1, with_losses(committed(1, 1, &[(0, 2)]), 9.0));
+        }
+        let mut job = next_master(&former, 1000);
+        (1..=2).for_each(|i| reconnect(&mut job, 1010, i, 1));
+        (1..=2).for_each(|i| deliver(&mut job, i, returned(2)));
+        deliver(&mut job, 1, formed(1, 2, &[(0, 4)]));
+        deliver(&mut job, 1, with_losses(committed(1, 3, &[(4, 6)]), 5.0));
+        let loss = job.summary(at(1020)).loss;
+        assert_eq!((loss.first, loss.last), (is_noted.then_some(9.0), Some(5.0)), "{was_formed}");
+        assert_eq!(job.to_persisted().begun_with(), Some((0, 0)), "{was_formed}");
+    }
+}
+
+fn with_losses(report: WorkerMessage, loss: f64) -> WorkerMessage {
+    let WorkerMessage::Committed(report) = report else { panic!("{report:?}") };
+    let (first_loss, last_loss) = (Some(loss), Some(loss));
+    WorkerMessage::Committed(Committed { first_loss, last_loss, ..report })
 }
 
 /// Worker 3 had completed a step that the others have not, and leaves.
