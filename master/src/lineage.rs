@@ -19,8 +19,9 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use elasticdl_proto::{
-    Cause, CheckpointsSummary, DATA_OF_PROGRAM, DataPart, FileList, Generation, MembershipChange,
-    Order, OrderName, ShuffleMode, SkippedRecords, Split, Status, Summary, WorkerId,
+    Cause, CheckpointsSummary, DATA_OF_PROGRAM, DataPart, FileList, Generation, LossSummary,
+    MembershipChange, Order, OrderName, ShuffleMode, SkippedRecords, Split, Status, Summary,
+    WorkerId,
 };
 use serde::Serialize;
 
@@ -76,6 +77,8 @@ pub struct JobProgress {
     pub checkpoints: Option<CheckpointsSummary>,
     /// Records of the files that the data set does not contain.
     pub records_skipped: Option<SkippedRecords>,
+    /// The losses of its first and its last step, as far as it has recorded them.
+    pub loss: LossSummary,
 }
 
 /// When a record was trained, or will be. The names of the fields are a public format.
@@ -182,7 +185,8 @@ impl CompleteCheckpoint {
     }
 
     /// Identifies the run that wrote it.
-    fn run(&self) -> Option<&str> {
+    #[must_use]
+    pub fn run(&self) -> Option<&str> {
         self.name.split('-').nth(2)
     }
 }
@@ -194,6 +198,9 @@ pub enum LineageError {
     /// No record has this name, or several files have it: name another one.
     #[error("{0}")]
     NoSuchRecord(String),
+    /// The job has not made this step: name another one.
+    #[error("{0}")]
+    NoSuchStep(String),
     /// The job trains no records.
     #[error("the job trains no records: it evaluates a model, or predicts")]
     NotTraining,
@@ -409,10 +416,7 @@ impl JobFacts {
         let newest = recorded.newest.as_ref().map(|newest| known(newest.step, &newest.name));
         let restored = recorded.restored.iter().map(|from| known(from.step, &from.name));
         let own = match &self.checkpoints {
-            Some(there) => {
-                let run = newest.as_ref().and_then(CompleteCheckpoint::run);
-                there.iter().filter(|known| run.is_some() && known.run() == run).cloned().collect()
-            }
+            Some(there) => there.iter().filter(|known| self.is_own(known)).cloned().collect(),
             None => Vec::from_iter(newest),
         };
         own.into_iter().chain(restored).filter(|known| known.step < step).max()
@@ -545,6 +549,7 @@ impl From<Summary> for JobProgress {
             memberships: summary.memberships,
             checkpoints: summary.checkpoints,
             records_skipped: summary.records_skipped,
+            loss: summary.loss,
         }
     }
 }
@@ -559,10 +564,12 @@ impl From<Status> for JobProgress {
             memberships: status.memberships,
             checkpoints: status.checkpoints,
             records_skipped: None,
+            loss: LossSummary::default(),
         }
     }
 }
 
+mod made_again;
 mod steps;
 
 #[cfg(test)]

@@ -40,6 +40,7 @@ fn facts() -> JobFacts {
             memberships: vec![change(1, 0, &[], &[1, 2])],
             checkpoints: None,
             records_skipped: None,
+            loss: LossSummary::default(),
         },
         checkpoints: None,
     }
@@ -204,4 +205,52 @@ fn validation_data_is_named_within_its_file_and_said_to_be_so() {
         trained += u64::from(is_trained);
     }
     assert_eq!(trained, counts[1].1);
+}
+
+#[test]
+fn a_step_that_the_job_has_not_made_is_refused_with_the_last_one_that_it_has() {
+    let mut facts = facts();
+    let refused = |facts: &JobFacts, step| facts.made(step).unwrap_err().to_string();
+    assert_eq!(facts.made(6).map(|made| (made.epoch, made.start, made.end)), Ok((1, 32, 64)));
+    assert_eq!(facts.last_made(), Some(6));
+    assert!(refused(&facts, 7).contains("is at step 6"), "{}", refused(&facts, 7));
+    facts.progress.has_ended = true;
+    assert!(refused(&facts, 500).contains("has ended with step 6"), "{}", refused(&facts, 500));
+    facts.begun = Some(Begun { step: 50, records: 100 });
+    assert!(refused(&facts, 50).contains("with the state of step 50"), "{}", refused(&facts, 50));
+    assert_eq!((facts.made(51).is_ok(), facts.last_made()), (true, Some(52)));
+}
+
+#[test]
+fn another_jobs_checkpoints_in_the_same_folder_are_not_this_jobs() {
+    let mut facts = facts();
+    let other = |step| CompleteCheckpoint { step, name: format!("step-{step:012}-89abcdef-g1") };
+    assert!(!facts.is_own(&saved(2)), "no checkpoint is recorded");
+    let newest = SavedCheckpoint { step: 4, name: saved(4).name, bytes: 1 };
+    let restored = vec![RestoredCheckpoint { step: 1, name: other(1).name, lost_steps: 0 }];
+    let known = CheckpointsSummary { newest: Some(newest), restored, ..Default::default() };
+    facts.progress.checkpoints = Some(known);
+    let own = [saved(2), other(3), saved(4), other(1)].map(|known| facts.is_own(&known));
+    assert_eq!(own, [true, false, true, true]);
+}
+
+#[test]
+fn other_data_and_another_order_are_told_apart_from_those_of_the_job() {
+    let job = facts();
+    let differs = |other: JobFacts| job.difference_from(&other);
+    assert_eq!(differs(facts()), None);
+    let with = |files: &[(&str, u64)]| JobFacts {
+        files: FileList::pack(files.iter().copied()),
+        ..facts()
+    };
+    assert_eq!(differs(with(&[("/elsewhere/a.csv", 60), ("/elsewhere/b.csv", 40)])), None);
+    for (other, why) in [
+        (with(&[("d/a.csv", 60), ("d/b.csv", 41)]), "d/b.csv with 40 records"),
+        (with(&[("d/a.csv", 60), ("d/c.csv", 40)]), "d/c.csv with 40"),
+        (with(&[("d/a.csv", 60)]), "2 files, and this one 1"),
+        (JobFacts { order: Some(OrderName { seed: 4, ..RANDOM }), ..facts() }, "--seed 4"),
+    ] {
+        let told = differs(other).unwrap();
+        assert!(told.contains(why), "{why:?} is not in: {told}");
+    }
 }

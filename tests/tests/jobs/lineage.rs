@@ -110,7 +110,8 @@ fn a_step_that_is_made_once_more_has_the_loss_that_the_job_has_recorded() {
         JobFixture { records: 1000, micros_per_record: 0, ..JobFixture::new(programs, 3) };
     let command = || {
         let command = fixture.command(5).flag("deterministic").option("max-steps", "30");
-        command.option("checkpoint-every", "8").option("log-format", "json")
+        let command = command.option("checkpoint-every", "8").option("checkpoint-keep", "4");
+        command.option("log-format", "json")
     };
     let job_dir = fixture.path("job");
     let ended = command().run();
@@ -147,4 +148,32 @@ fn a_step_that_is_made_once_more_has_the_loss_that_the_job_has_recorded() {
             [made["epoch"].as_u64().unwrap() as usize];
         assert_eq!((&row["step"], &row["step_positions"]), (&step.into(), &made["positions"]));
     }
+    // What the job has never made is not made.
+    let refused = |command: elasticdl_tests::Command, why: &str| {
+        let ended = command.option("replay-step", "1").run();
+        assert_eq!(ended.code, Some(2), "{}", ended.output);
+        assert!(ended.output.contains(why), "{why:?} is not in: {}", ended.output);
+    };
+    refused(fixture.command(6), "started with --seed 5, not with --seed 6");
+    let file = fs::read_dir(fixture.data()).unwrap().next().unwrap().unwrap().path();
+    let added = fixture.data().join("added.bin");
+    fs::copy(file, &added).unwrap();
+    refused(command(), "the job's data set has");
+    fs::remove_file(added).unwrap();
+    // A damaged checkpoint is passed over.
+    let mut before: Vec<u64> = checkpoints.into_iter().filter(|&of| of < 30).collect();
+    before.sort_unstable();
+    before.dedup();
+    let Some((newest, older)) = before.split_last().filter(|(_, older)| !older.is_empty()) else {
+        return;
+    };
+    for path in files(&job_dir.join("checkpoints")).into_keys() {
+        if path.contains(&format!("step-{newest:012}")) && path.ends_with(".safetensors") {
+            fs::write(&path, "").unwrap();
+        }
+    }
+    let ended = command().option("replay-step", "30").run();
+    assert_eq!(ended.code, Some(0), "{}", ended.output);
+    let passed_over = format!("\"checkpoint\":\"step-{:012}-", older[older.len() - 1]);
+    assert!(ended.output.contains(&passed_over), "{passed_over}: {}", ended.output);
 }

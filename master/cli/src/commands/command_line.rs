@@ -2,6 +2,7 @@
 
 use std::process::ExitCode;
 
+use clap::parser::ValueSource;
 use clap::{ArgMatches, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use toml::Table;
 
@@ -179,7 +180,7 @@ fn run() -> Result<u8, Failure> {
         Command::Status(args) => status::status(&args),
         Command::Stop(args) => stop::stop(&args),
         Command::Suspend(job) => suspend::set_suspended(&job, true),
-        Command::Train(args) => train::train(*args),
+        Command::Train(args) => train::train(*args, &|option| is_given(&matches, option)),
         Command::Zoo(args) => zoo::zoo(&args),
     }
 }
@@ -207,6 +208,12 @@ const TRAIN: &str = "train";
 /// Whether `--print-config` is given to a command that has it.
 fn prints_config(matches: &ArgMatches) -> bool {
     matches!(matches.try_get_one::<bool>(PRINT_CONFIG), Ok(Some(true)))
+}
+
+/// Whether the command's option of this id is given, on the command line or in a file of options.
+fn is_given(matches: &ArgMatches, option: &str) -> bool {
+    let source = matches.subcommand().and_then(|(_, command)| command.value_source(option));
+    source == Some(ValueSource::CommandLine)
 }
 
 /// The job that `line`, without the program's name, would start.

@@ -46,12 +46,13 @@ pub(crate) struct TrainArgs {
     /// Make step N of a job once more, by one process of this machine, and print its records and
     /// its mean loss.
     ///
-    /// The other options and PROGRAM are those of the job, which --job-name or --job-dir names. The
-    /// process trains from the newest checkpoint before the step: one in --checkpoint-dir, by
-    /// default in the job's directory, or in --resume-from; without one, from the beginning.
-    /// Nothing of the job is changed, exported or tracked. If the job has recorded the step's loss,
-    /// as it does of its first step and its last one, both are compared: with --deterministic they
-    /// are equal, bit for bit, and the exit code is 1 if not. Needs --global-batch-size.
+    /// PROGRAM is that of the job, which --job-name or --job-dir names. Options that decide the
+    /// steps, such as --seed, are those of the job: one that is given must agree, and so must the
+    /// data. The process trains from the newest intact checkpoint of the job before the step: one
+    /// in its --checkpoint-dir or --resume-from; without one, from the beginning. Nothing of the
+    /// job is changed, exported or tracked. If the job has recorded the step's loss, as it does of
+    /// its first step and its last one, both are compared: with --deterministic they are equal, bit
+    /// for bit, and the exit code is 1 if not. Needs --global-batch-size.
     #[arg(long, value_name = "N", help_heading = "Job", value_parser = parse_steps,
           conflicts_with_all = ["detach", "dry_run", "image", "minibatch_size"])]
     pub(crate) replay_step: Option<u64>,
@@ -72,11 +73,12 @@ pub(crate) struct TrainArgs {
     pub(crate) tuning: TuningOptions,
 }
 
-/// Starts or resumes a training job. Returns the exit code.
-pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
+/// Starts or resumes a training job. `is_given` tells whether the user gives the option of an id.
+/// Returns the exit code.
+pub(super) fn train(args: TrainArgs, is_given: &dyn Fn(&str) -> bool) -> Result<u8, Failure> {
     match (&args.resume, args.replay_step) {
         (Some(job), _) => start::resume(job, &args.job, &args.output),
-        (None, Some(step)) => start::replay(args.into(), step),
+        (None, Some(step)) => start::replay(args.into(), step, is_given),
         (None, None) => start::start(args.into()),
     }
 }

@@ -35,6 +35,13 @@ pub(super) fn facts(job: &dyn JobHandle, root: &Path) -> Result<JobFacts, Failur
     let mut facts = JobFacts::of_record(&record, progress).ok_or_else(|| {
         Failure::failed(format!("no worker of {} has described its data", root.display()))
     })?;
+    if let Some(own) = facts.spec.options.checkpoints.as_mut().filter(|spec| spec.exclusive) {
+        // The job's directory may have been moved.
+        let there = root.join(jobdir::CHECKPOINTS);
+        if let Some(there) = there.to_str().filter(|there| Path::new(there).is_dir()) {
+            own.dir = there.to_owned();
+        }
+    }
     let folder = facts.checkpoint_dir().filter(|folder| folder.is_dir());
     facts.checkpoints = folder.map(|folder| complete_checkpoints(&folder));
     Ok(facts)

@@ -5,20 +5,25 @@
 //!
 //! **Invariant:** nothing that the job has written is changed, and nothing is exported.
 
+mod checkpoints;
+mod origin;
+
 use std::fmt::Display;
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
-use elasticdl_master::job::{Batch, JobSpec, Work};
-use elasticdl_master::jobdir::{self, JobDir, complete_checkpoints};
-use elasticdl_master::lineage::{CompleteCheckpoint, JobFacts, StepRecords};
+use elasticdl_master::event_loop::JobResult;
+use elasticdl_master::job::{Batch, JobSpec, Outcome, Work};
+use elasticdl_master::jobdir::{self, JobDir};
+use elasticdl_master::lineage::{JobFacts, StepRecords};
+use elasticdl_master::local_master::LocalEnd;
 use elasticdl_proto::{RecordRange, Summary};
 use serde::Serialize;
 
+use self::origin::Origin;
 use super::local_job::LocalJob;
 use super::local_master::{lead, master_of};
-use super::outputs::local;
 use super::request::{StartRequest, WorkOptions};
 use crate::args::DashboardPort;
 use crate::process::{EXIT_FAILED, EXIT_OK, Failure, cannot, print};
@@ -43,42 +48,62 @@ struct Replay {
     is_equal: Option<bool>,
 }
 
-/// Makes step `step` of the job that the request is about once more. Returns the exit code.
-pub(crate) fn replay(mut request: StartRequest, step: u64) -> Result<u8, Failure> {
+/// Makes step `step` of the job that the request is about once more. `is_given` tells whether the
+/// user gives the option of an id. Returns the exit code.
+pub(crate) fn replay(
+    mut request: StartRequest,
+    step: u64,
+    is_given: &dyn Fn(&str) -> bool,
+) -> Result<u8, Failure> {
+    let origin = Origin::find(&request.job)?;
+    if let Some(origin) = &origin {
+        origin.check_step(step)?;
+        if let WorkOptions::Training(training, _) = &mut request.work {
+            origin.complete_data(training);
+        }
+    }
     let scratch = Scratch::create()?;
-    let origin = origin_of(&request);
     let console = request.output.console();
     strip(&mut request, &scratch.0);
     let mut job = LocalJob::new(request)?;
+    if let Some(origin) = &origin {
+        origin.complete(&mut job.spec, is_given)?;
+    }
     let is_deterministic = job.spec.options.deterministic;
-    let from = narrow(&mut job.spec, step, origin.as_deref())?;
+    let links = scratch.0.join("checkpoints");
+    narrow(&mut job.spec, step, origin.as_ref(), is_given, &links)?;
     let dir = JobDir::create(&job.job_dir).map_err(|e| Failure::failed(e.to_string()))?;
-    let ended = lead(master_of(job, None)?.apart(), &dir, console)?.result.summary;
+    let LocalEnd { result: ended, stop, .. } = lead(master_of(job, None)?.apart(), &dir, console)?;
+    if let (Outcome::Stopped, Some(stop)) = (ended.outcome, stop) {
+        let text = format!("step {step} was not made: a signal has ended it");
+        return Err(Failure { code: stop.exit_code(), text });
+    }
+    let facts = facts_of(&dir, &ended.summary, step);
+    if let (Some(origin), Ok(facts)) = (&origin, &facts)
+        && let Some(difference) = origin.facts.difference_from(facts)
+    {
+        return Err(Failure::usage(format!("--replay-step: {difference}")));
+    }
     let loss = loss_of(&ended, step)?;
-    let (found, records) = records_of(&dir, ended, step)?;
-    let loss_recorded = origin.as_deref().and_then(|origin| recorded_loss(origin, step));
+    let (found, records) = records_of(&facts?, step)?;
+    let loss_recorded = origin.as_ref().and_then(|origin| origin.loss_of(step));
+    let restored = ended.summary.checkpoints.and_then(|known| known.restored.into_iter().next());
     let replay = Replay {
         step,
         epoch: found.epoch,
         positions: (found.start, found.end),
         records,
-        checkpoint: from,
+        checkpoint: restored.map(|restored| restored.name),
         loss,
         loss_recorded,
         is_equal: loss_recorded.map(|known| known.to_bits() == loss.to_bits()),
     };
+    let has_ended = origin.is_none_or(|origin| origin.facts.progress.has_ended);
     print(&match console.format {
         LogFormat::Json => serde_json::to_string(&replay).expect("its keys are strings") + "\n",
-        LogFormat::Text => to_text(&replay, is_deterministic),
+        LogFormat::Text => to_text(&replay, is_deterministic, has_ended),
     })?;
     Ok(if is_deterministic && replay.is_equal == Some(false) { EXIT_FAILED } else { EXIT_OK })
-}
-
-/// The directory of the job whose step it is, as far as the options name it.
-fn origin_of(request: &StartRequest) -> Option<PathBuf> {
-    let named = request.job.job_name.as_ref().map(|name| jobdir::directory_of(Path::new(name)));
-    let origin = request.job.job_dir.clone().or(named)?;
-    Some(std::path::absolute(&origin).unwrap_or(origin))
 }
 
 /// Takes what a job writes from its options, and all workers but one.
@@ -96,8 +121,14 @@ fn strip(request: &mut StartRequest, scratch: &Path) {
 }
 
 /// Makes `spec` that of a job that ends with step `step`, and begins with the newest checkpoint
-/// before it. Returns the checkpoint's name.
-fn narrow(spec: &mut JobSpec, step: u64, origin: Option<&Path>) -> Result<Option<String>, Failure> {
+/// before it. `links`: a folder to make, with links to checkpoints.
+fn narrow(
+    spec: &mut JobSpec,
+    step: u64,
+    origin: Option<&Origin>,
+    is_given: &dyn Fn(&str) -> bool,
+    links: &Path,
+) -> Result<(), Failure> {
     if let Batch::PerWorker(_) = spec.options.batch {
         return Err(Failure::usage(
             "--replay-step: with --minibatch-size the records of a step depend on the number of \
@@ -105,18 +136,25 @@ fn narrow(spec: &mut JobSpec, step: u64, origin: Option<&Path>) -> Result<Option
              replayed",
         ));
     }
-    let own = spec.options.checkpoints.take().map(|spec| spec.dir);
-    let own = own.or_else(|| Some(origin?.join(jobdir::CHECKPOINTS).to_str()?.to_owned()));
-    let begun = spec.options.resume_from.take();
+    let (own, begun) =
+        (spec.options.checkpoints.take().map(|spec| spec.dir), spec.options.resume_from.take());
+    let job = origin.map(|origin| &origin.facts.spec);
+    let own = match job.filter(|_| !is_given("checkpoint_dir")) {
+        Some(job) => job.options.checkpoints.as_ref().map(|spec| spec.dir.clone()),
+        None => own,
+    };
+    let begun = match job.filter(|_| !is_given("resume_from")) {
+        Some(job) => job.options.resume_from.clone(),
+        None => begun,
+    };
     let places: Vec<String> = own.into_iter().chain(begun.clone()).collect();
-    let from = newest_before(&places, step)?;
-    if let (None, Some(begun)) = (&from, begun) {
+    spec.options.resume_from = checkpoints::before(step, &places, origin, links)?;
+    if let (None, Some(begun)) = (&spec.options.resume_from, begun) {
         return Err(Failure::usage(format!(
-            "--replay-step {step}: there is no checkpoint of fewer steps in {begun}, with which \
-             the job begins"
+            "--replay-step {step}: there is no checkpoint of the job of fewer steps in {begun}, \
+             with which it begins"
         )));
     }
-    spec.options.resume_from = from.as_ref().map(|(address, _)| address.clone());
     spec.options.max_steps = Some(step);
     spec.options.work = Work::Train { export: None };
     spec.policies.deadline = None;
@@ -127,38 +165,20 @@ fn narrow(spec: &mut JobSpec, step: u64, origin: Option<&Path>) -> Result<Option
     if let Some(validation) = &mut spec.options.validation {
         (validation.every, validation.patience, validation.export_best) = (None, None, None);
     }
-    Ok(from.map(|(_, name)| name))
-}
-
-/// The address and the name of the newest checkpoint of fewer than `step` steps in these places:
-/// each is a folder of checkpoints, or a checkpoint.
-fn newest_before(places: &[String], step: u64) -> Result<Option<(String, String)>, Failure> {
-    let mut found = Vec::new();
-    for place in places {
-        let place = place.trim_end_matches('/');
-        let name = place.rsplit('/').next().unwrap_or_default();
-        if let Some(known) = CompleteCheckpoint::parse(name) {
-            found.push((known, place.to_owned()));
-        } else if let Some(folder) = local(place) {
-            let there = complete_checkpoints(&folder);
-            let address = |name: &str| folder.join(name).display().to_string();
-            found.extend(there.into_iter().map(|known| (known.clone(), address(&known.name))));
-        } else {
-            return Err(Failure::usage(format!(
-                "--replay-step: an object store is not searched for checkpoints; name one of fewer \
-                 than {step} steps, as --resume-from {place}/step-…, and --checkpoint-dir none"
-            )));
-        }
-    }
-    let before = found.into_iter().filter(|(known, _)| known.step < step);
-    let newest = before.max_by_key(|(known, _)| known.step);
-    Ok(newest.map(|(known, address)| (address, known.name)))
+    Ok(())
 }
 
 /// The loss of the job's last step, which must be `step`.
-fn loss_of(ended: &Summary, step: u64) -> Result<f64, Failure> {
-    match (ended.steps, ended.loss.last, &ended.error) {
-        (_, _, Some(error)) => Err(Failure::failed(format!("step {step} was not made: {error}"))),
+fn loss_of(ended: &JobResult, step: u64) -> Result<f64, Failure> {
+    let JobResult { outcome, summary, .. } = ended;
+    match (summary.steps, summary.loss.last, &summary.error) {
+        (_, _, Some(error)) => {
+            let text = format!("step {step} was not made: {error}");
+            Err(match outcome {
+                Outcome::InvalidInput => Failure::usage(text),
+                _ => Failure::failed(text),
+            })
+        }
         (steps, Some(loss), None) if steps == step => Ok(loss),
         (steps, ..) => Err(Failure::failed(format!(
             "step {step} was not made: the job ends with step {steps}"
@@ -166,12 +186,16 @@ fn loss_of(ended: &Summary, step: u64) -> Result<f64, Failure> {
     }
 }
 
-/// The records of step `step`, by the record of the job in `dir`.
-fn records_of(dir: &JobDir, ended: Summary, step: u64) -> Result<(StepRecords, Vec<u64>), Failure> {
+/// What is known of the job in `dir`, which has ended.
+fn facts_of(dir: &JobDir, ended: &Summary, step: u64) -> Result<JobFacts, Failure> {
     let record = jobdir::read_record(dir.path()).map_err(|e| Failure::failed(e.to_string()))?;
+    JobFacts::of_record(&record, ended.clone().into())
+        .ok_or_else(|| Failure::failed(format!("step {step} was not made: the job has no data")))
+}
+
+/// The records of step `step` of the job.
+fn records_of(facts: &JobFacts, step: u64) -> Result<(StepRecords, Vec<u64>), Failure> {
     let unknown = |why: &dyn Display| Failure::failed(format!("the records of step {step}: {why}"));
-    let facts = JobFacts::of_record(&record, ended.into())
-        .ok_or_else(|| unknown(&"the job has no data"))?;
     let steps = facts.steps().map_err(|error| unknown(&error))?;
     let found = steps.records_of(step).ok_or_else(|| unknown(&"it is no step"))?;
     let StepRecords { epoch, start, end, .. } = found;
@@ -179,21 +203,7 @@ fn records_of(dir: &JobDir, ended: Summary, step: u64) -> Result<(StepRecords, V
     Ok((found, order.records(RecordRange { epoch, start, end })))
 }
 
-/// The loss of step `step` that the summary of the job in `origin` has.
-fn recorded_loss(origin: &Path, step: u64) -> Option<f64> {
-    let summary = fs::read(origin.join("summary.json")).ok()?;
-    let summary: Summary = serde_json::from_slice(&summary).ok()?;
-    let (steps, loss) = (summary.steps, summary.loss);
-    let record = jobdir::read_record(origin).ok()?;
-    let begun = JobFacts::of_record(&record, summary.into())?.begun?;
-    match step {
-        _ if step == steps => loss.last,
-        _ if step == begun.step + 1 => loss.first,
-        _ => None,
-    }
-}
-
-fn to_text(replay: &Replay, is_deterministic: bool) -> String {
+fn to_text(replay: &Replay, is_deterministic: bool, has_ended: bool) -> String {
     let Replay { step, epoch, positions: (start, end), records, loss, .. } = replay;
     let from = match &replay.checkpoint {
         Some(name) => format!("from {name}"),
@@ -202,9 +212,14 @@ fn to_text(replay: &Replay, is_deterministic: bool) -> String {
     let numbers: Vec<String> = records.iter().take(SHOWN).map(ToString::to_string).collect();
     let more = if records.len() > SHOWN { ", …" } else { "" };
     let verdict = match (replay.loss_recorded, replay.is_equal) {
+        (None, _) if !has_ended => {
+            "the job has recorded no loss of this step yet: it does so of its first and its last \
+             one when it ends"
+                .into()
+        }
         (None, _) => {
-            "the job has recorded no loss of this step alone: it does so of its first and \
-                      its last one"
+            "the job has recorded no loss of this step alone: it does so of its first and its \
+             last one"
                 .into()
         }
         (Some(known), Some(true)) => format!("as the job has recorded it, bit for bit: {known}"),
