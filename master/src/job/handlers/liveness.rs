@@ -53,6 +53,7 @@ impl Job {
         if heartbeat.holds_state && w.is_member() && !w.holds_state() {
             w.hold_state();
             self.out.mark_dirty();
+            self.reconcile(now);
         }
     }
 

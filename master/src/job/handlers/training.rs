@@ -26,7 +26,7 @@ impl Job {
         }
         let Some(ledger) = self.check_ledger(now, worker, report) else { return };
         self.out.mark_dirty();
-        self.workers.hold_state();
+        self.workers.form(worker);
         self.lifecycle.close_divergence();
         self.data.replace_ledger(ledger);
         if step == 0 && self.begins_anew(now) {
@@ -72,6 +72,8 @@ impl Job {
         }
         let complete = cache.ledger().epoch();
         self.data.set_step(report.step);
+        // A step is committed with the headers of all ranks, which have the state before.
+        let is_news = self.workers.hold_state();
         self.group.note_commit();
         self.group.note_progress(now);
         self.reporting.commit(now, report.step - known, report);
@@ -96,6 +98,10 @@ impl Job {
         self.try_finish_takeover(now);
         if self.reporting.is_late(now) {
             self.log_recovery();
+        }
+        if is_news {
+            self.out.mark_dirty();
+            self.reconcile(now);
         }
     }
 

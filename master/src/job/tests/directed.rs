@@ -391,7 +391,10 @@ fn a_leaver_leaves_at_a_step_boundary_but_stays_if_only_it_holds_the_state() {
     deliver(&mut alone, 2, WorkerMessage::Ready { parameters: 10 });
     deliver(&mut alone, 2, WorkerMessage::CaughtUp { step: 0 });
     assert_eq!(memberships(&mut alone)[0].1, membership(2, &[1, 2], false));
+    // Worker 1 has sent the state, which worker 2 has for certain when a step is committed.
     deliver(&mut alone, 1, formed(2, 3, &[]));
+    assert_eq!(memberships(&mut alone), []);
+    deliver(&mut alone, 1, committed(2, 4, &[(0, 4)]));
     assert_eq!(memberships(&mut alone)[0].1, membership(3, &[2], false));
 }
 

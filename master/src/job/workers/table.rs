@@ -342,17 +342,42 @@ impl WorkerTable {
         }
     }
 
-    /// Notes that all members, with or without a stream, hold the group's state.
-    pub(crate) fn hold_state(&mut self) {
+    /// Notes that the group has formed, by the report of `reporter`. Members that have a state send
+    /// it to those that have none, which may not have received it yet.
+    pub(crate) fn form(&mut self, reporter: WorkerId) {
+        let is_sent = self.members().any(|(_, w)| w.has_state())
+            || self.disconnected().any(|(_, d)| d.holds_state && d.rank.is_some());
+        if !is_sent {
+            self.hold_state();
+            return;
+        }
+        for (id, w) in self.connected_mut().filter(|(_, w)| w.is_member()) {
+            if id == reporter || w.has_state() {
+                w.hold_state();
+            }
+        }
+    }
+
+    /// Notes that all members, with or without a stream, hold the group's state. Returns whether
+    /// that is news.
+    pub(crate) fn hold_state(&mut self) -> bool {
+        let mut is_news = false;
         for launch in self.launches.values_mut() {
             match &mut launch.state {
-                LaunchState::Connected(w) if w.is_member() => w.hold_state(),
-                LaunchState::Disconnected(d) | LaunchState::Unconfirmed(d) => {
-                    d.holds_state |= d.rank.is_some();
+                LaunchState::Connected(w) if w.is_member() && !w.holds_state() => {
+                    w.hold_state();
+                    is_news = true;
+                }
+                LaunchState::Disconnected(d) | LaunchState::Unconfirmed(d)
+                    if d.rank.is_some() && !d.holds_state =>
+                {
+                    d.holds_state = true;
+                    is_news = true;
                 }
                 _ => {}
             }
         }
+        is_news
     }
 
     /// Ready workers that are no members, of an inference job: makes each a member that holds the
