@@ -85,7 +85,9 @@ fn a_declared_job_is_applied_changed_and_deleted_with_kubectl() {
     let mut again = namespace.train("declared", &["--if-not-exists", "--seed", "7"], &[]);
     let again = again.output().unwrap();
     assert!(again.status.success(), "{}", text(&again));
-    for part in ["exists already", "and runs: nothing is submitted", "task.job.seed is 0, not 7"] {
+    for part in
+        ["exists already", "and has not ended: nothing is submitted", "task.job.seed is 0, not 7"]
+    {
         assert!(text(&again).contains(part), "{part}: {}", text(&again));
     }
     namespace.apply(&document(&namespace, 3, 0));
