@@ -5,12 +5,14 @@ package is installed.
 """
 
 import array
+import base64
 import concurrent.futures
 import contextlib
 import ctypes
 import io
 import os
 import pathlib
+import pickle
 import signal
 import struct
 import subprocess
@@ -19,6 +21,7 @@ import tempfile
 import threading
 import time
 import unittest
+from unittest import mock
 
 try:
     import elasticdl
@@ -26,6 +29,7 @@ except ImportError as error:
     raise unittest.SkipTest(f"{error}: install the package, with `pip install worker/python`")
 
 import launched
+from elasticdl import _launch
 from jobs import HERE, CountingTest, RunningJob, needs_elasticdl
 
 
@@ -321,10 +325,37 @@ class Jobs(CountingTest):
         self.assertIn("TypeError", printed.getvalue())
         for act, expected in (
             (lambda: elasticdl.launch(3), "takes a function, not int"),
-            (lambda: elasticdl.launch(launched.count, image="x"), "starts a local job"),
+            (lambda: elasticdl.launch(len, bytes(1 << 16), image="x"), "at most 64"),
         ):
             with self.assertRaisesRegex((TypeError, ValueError), expected):
                 act()
+
+    def test_a_function_is_trained_in_an_image(self):
+        # In place of the command: what a pod of the image would run, of which there is no cluster.
+        with tempfile.TemporaryDirectory() as folder:
+            command = pathlib.Path(folder) / "elasticdl"
+            command.write_text(
+                "#!/usr/bin/env python3\n"
+                "import pathlib, subprocess, sys\n"
+                "words = sys.argv[1:]\n"
+                "program = words[words.index('--') + 1:]\n"
+                "assert words[0] == 'train' and '--image=x' in words, words\n"
+                "assert program[0] == 'python3', words\n"
+                "assert not any('$' in word for word in program), program\n"
+                "subprocess.run([sys.executable, *program[1:]], check=True)\n"
+                "summary = next(word for word in words if word.startswith('--summary='))\n"
+                "pathlib.Path(summary.split('=')[1]).write_text('{\"state\": \"completed\"}')\n"
+            )
+            command.chmod(0o755)
+            printed = io.StringIO()
+            with mock.patch.dict(os.environ, ELASTICDL=str(command)), \
+                    contextlib.redirect_stdout(printed):
+                summary = elasticdl.launch(launched.count, 10, 0.0, image="x")
+            self.assertEqual(summary, {"state": "completed"}, printed.getvalue())
+            self.assertIn("after epoch 0 {1.0}", printed.getvalue())
+        call = pickle.dumps(((3, 0), True, b""))
+        with self.assertRaisesRegex(RuntimeError, "of Python 3.0, and the image has 3"):
+            _launch.run_text(base64.urlsafe_b64encode(call))
 
     def test_an_exception_reaches_the_summary_with_its_traceback(self):
         for error, expected in (
