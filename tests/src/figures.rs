@@ -3,6 +3,8 @@
 
 use std::error::Error;
 use std::fmt::Display;
+use std::io::ErrorKind;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
@@ -70,6 +72,31 @@ pub fn measure_parts(
     let result = Value::Object(result).to_string();
     print(&result);
     json.map_or(Ok(()), |path| Ok(std::fs::write(path, result)?))
+}
+
+/// Parses seeds, `A..B`, of which there is one at least.
+pub fn parse_seeds(text: &str) -> Result<Range<u64>, String> {
+    let range =
+        text.split_once("..").and_then(|(from, to)| Some(from.parse().ok()?..to.parse().ok()?));
+    range
+        .filter(|range: &Range<u64>| range.start < range.end)
+        .ok_or_else(|| "expected A..B, A less than B".into())
+}
+
+/// The results in a file that a benchmark adds to; none if there is no file.
+pub fn read_results(path: &Path) -> Result<Map<String, Value>, Box<dyn Error>> {
+    match std::fs::read(path) {
+        Ok(bytes) => Ok(serde_json::from_slice(&bytes)?),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(Map::new()),
+        Err(error) => Err(format!("{}: {error}", path.display()).into()),
+    }
+}
+
+/// Writes the file in one piece: the benchmark may be ended at any time.
+pub fn write_results(path: &Path, results: &Map<String, Value>) -> Result<(), Box<dyn Error>> {
+    let next = path.with_extension("next");
+    std::fs::write(&next, serde_json::to_vec_pretty(results)?)?;
+    Ok(std::fs::rename(next, path)?)
 }
 
 /// Builds a program of the workspace in this profile, and returns its path.

@@ -112,6 +112,11 @@ impl JobFixture {
         self.folder.path().join(name)
     }
 
+    /// Ends the delay per record of all workers of the fixture's jobs.
+    pub fn hurry(&self) {
+        std::fs::write(self.path(HURRY), "").expect("the folder can be written to");
+    }
+
     /// The folder of the data, which is written at the first call.
     pub fn data(&self) -> PathBuf {
         let folder = self.path("data");

@@ -28,7 +28,8 @@ pub use data::{
 pub use determinism::DeterminismCase;
 pub use exported_tables::{ExportedRow, exported_rows, touches_without_row};
 pub use figures::{
-    auc, built, exit_code, jain, measure_parts, print, quantile, run_benchmark, spread,
+    auc, built, exit_code, jain, measure_parts, parse_seeds, print, quantile, read_results,
+    run_benchmark, spread, write_results,
 };
 pub use half_parameters::HalfParameters;
 pub use job::{Command, Ended, Running, assert_exactly_once, each_once, once_of, read_summary};
@@ -38,4 +39,4 @@ pub use page::Page;
 pub use process::{assert_end, is_alive, send};
 pub use proxy::Proxy;
 pub use s3::{FaultRates, S3};
-pub use schedules::Schedules;
+pub use schedules::{Disturbed, Schedule};

@@ -9,6 +9,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
+use elasticdl_tests::parse_seeds;
 use elasticdl_tests::simulation::{Many, run_many, run_traced};
 
 /// Runs whole jobs in simulated worlds, each drawn from a seed, and reports those that violate an
@@ -68,12 +69,4 @@ fn main() -> ExitCode {
         runs as f64 / seconds
     );
     if failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
-}
-
-fn parse_seeds(text: &str) -> Result<Range<u64>, String> {
-    let range =
-        text.split_once("..").and_then(|(from, to)| Some(from.parse().ok()?..to.parse().ok()?));
-    range
-        .filter(|range: &Range<u64>| range.start < range.end)
-        .ok_or_else(|| "expected A..B, A less than B".into())
 }

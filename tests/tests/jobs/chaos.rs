@@ -1,15 +1,13 @@
 //! Every record counts exactly once under random `kill -9` and mixed schedules of kills, leaves,
-//! stops and scaling, 20 seeds, real processes; a failure prints its schedule and how to replay it.
+//! stops, scaling, lost groups, killed masters and resumed jobs, with tables, with a divided
+//! optimizer and with `--deterministic`, 30 seeds, real processes; a failure prints its schedule
+//! and how to replay it.
 //!
 //! The model's parameters count records, so the final parameters are the proof; the ledger is
 //! compared with them.
 
-use std::time::{Duration, Instant};
-
 use elasticdl_proto::{Cause, WorkerStatus};
-use elasticdl_tests::{JobFixture, KILLS_MAX, Running, send};
-use rand::rngs::ChaCha8Rng;
-use rand::{RngExt, SeedableRng};
+use elasticdl_tests::{JobFixture, Schedule, send};
 use rustix::process::Signal;
 
 use crate::PROGRAMS;
@@ -18,45 +16,6 @@ use crate::PROGRAMS;
 fn records_are_counted_exactly_once_under_random_kills() {
     for seed in 0..20 {
         JobFixture::new(PROGRAMS, 4).survives_kills(seed, 200..1200);
-    }
-}
-
-/// A fault of a running job.
-#[derive(Clone, Copy, Debug)]
-enum Fault {
-    Kill,
-    Leave,
-    Scale(u32),
-    /// Stops a worker for this number of milliseconds.
-    Stop(u64),
-}
-
-impl Fault {
-    fn draw(rng: &mut ChaCha8Rng) -> Self {
-        match rng.random_range(0..10) {
-            0..4 => Self::Kill,
-            4..6 => Self::Leave,
-            6..8 => Self::Scale(rng.random_range(1..=6)),
-            _ => Self::Stop(rng.random_range(1..=400)),
-        }
-    }
-
-    fn apply(self, job: &Running, rng: &mut ChaCha8Rng) {
-        let victim = job.any_worker(rng).map(|(_, pid)| pid);
-        match (self, victim) {
-            (Self::Kill, Some(pid)) => send(pid, Signal::KILL),
-            (Self::Leave, Some(pid)) => send(pid, Signal::TERM),
-            // The job may have ended just before.
-            (Self::Scale(workers), _) => {
-                job.output_of(&["scale", "--num-workers", &workers.to_string()]);
-            }
-            (Self::Stop(ms), Some(pid)) => {
-                send(pid, Signal::STOP);
-                std::thread::sleep(Duration::from_millis(ms));
-                send(pid, Signal::CONT);
-            }
-            (_, None) => {}
-        }
     }
 }
 
@@ -72,39 +31,15 @@ fn seeds() -> Vec<u64> {
 fn records_are_counted_exactly_once_under_mixed_schedules() {
     let mut lost = 0;
     for seed in seeds() {
-        let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let num_workers = rng.random_range(2..=5);
-        let is_large = rng.random_ratio(1, 3);
-        let fixture =
-            JobFixture { micros_per_record: 300, ..JobFixture::new(PROGRAMS, num_workers) };
-        let fixture = if is_large { fixture.large() } else { fixture };
-        // Half of all jobs sum in about ten buckets while they compute.
-        let bucket = (seed % 2 == 0).then_some(if is_large { 100_000 } else { 500 });
-        let mut job = JobFixture { bucket, ..fixture }.start(seed);
-        let started = Instant::now();
-        let mut trace = format!(
-            "{num_workers} workers, large: {is_large}, buckets: {bucket:?}; to run it again: \
-             ELASTICDL_CHAOS_SEED={seed} cargo test -p elasticdl-tests --test jobs mixed\n"
-        );
-        let mut kills = 0;
-        while job.is_running() {
-            let fault = Fault::draw(&mut rng);
-            kills += u32::from(matches!(fault, Fault::Kill));
-            if kills > KILLS_MAX {
-                break;
-            }
-            trace += &format!("{:6} ms {fault:?}\n", started.elapsed().as_millis());
-            fault.apply(&job, &mut rng);
-            // Some faults come in bursts, so that one hits the regroup that an earlier one has
-            // caused.
-            let pause = if rng.random_ratio(1, 4) { 0..30 } else { 100..600 };
-            std::thread::sleep(Duration::from_millis(rng.random_range(pause)));
-        }
-        let ended = job.wait();
-        ended.assert_exact(&trace);
-        // A fault that no group has noticed proves nothing.
-        assert!(ended.memberships().len() > 1, "no fault has struck: {trace}");
-        lost += ended.lost().len();
+        let schedule = Schedule::draw(seed);
+        let fixture = schedule.fixture(PROGRAMS, env!("CARGO_BIN_EXE_determinism"));
+        let disturbed = schedule.run(&fixture).unwrap_or_else(|error| {
+            panic!(
+                "{error}\nto run it again: ELASTICDL_CHAOS_SEED={seed} cargo test -p \
+                 elasticdl-tests --test jobs mixed"
+            )
+        });
+        lost += disturbed.ended.lost().len();
     }
     assert!(lost > 0 || seeds().len() == 1, "no member was killed in any schedule");
 }

@@ -48,19 +48,17 @@ class ExportedTables(unittest.TestCase):
 
     def witness(self, model):
         def run(epochs):
-            words = (ROOT / ".bench/touches.py", model, "--records", f"0..{RECORDS}")
+            words = (ROOT / ".bench/witness.py", model, "--training-data", f"clicks:0..{RECORDS}")
             command = [sys.executable, *map(str, words), "--ids", str(IDS)]
             return subprocess.run(
-                [*command, "--epochs", str(epochs)], capture_output=True, text=True, check=False
+                [*command, "--num-epochs", str(epochs)], capture_output=True, text=True, check=False
             )
 
         done = run(EPOCHS)
         touches = RECORDS * 26 * EPOCHS
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         for table in ("wide", "deep"):
-            self.assertRegex(
-                done.stdout, f"{table}: .* touches {touches} expected, {touches} counted"
-            )
+            self.assertRegex(done.stdout, f"{table}: .* {touches} expected, {touches} counted")
         self.assertEqual(run(EPOCHS + 1).returncode, 1, "it finds what differs")
 
     def read_by_numpy(self, model):

@@ -16,13 +16,13 @@
 mod model;
 
 use std::error::Error;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
 use elasticdl_tests::churn::{DisturbedJob, Kind, disturb};
-use elasticdl_tests::{print, run_benchmark};
-use serde_json::{Map, Value, json};
+use elasticdl_tests::{print, read_results, run_benchmark, write_results};
+use serde_json::{Value, json};
 
 use crate::model::Counting;
 
@@ -57,11 +57,7 @@ fn main() -> ExitCode {
 }
 
 fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
-    let mut cells: Map<String, Value> = match std::fs::read(&arguments.json) {
-        Ok(bytes) => serde_json::from_slice(&bytes)?,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Map::new(),
-        Err(error) => return Err(format!("{}: {error}", arguments.json.display()).into()),
-    };
+    let mut cells = read_results(&arguments.json)?;
     print("| death | ranks | MiB | events | detect p50 | pause p50 | p99 | longest | lost steps |");
     print("|---|---|---|---|---|---|---|---|---|");
     for &mib in &arguments.mib {
@@ -75,7 +71,7 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
                         Err(error) => json!({ "error": shortened(&error.to_string()) }),
                     };
                     cells.insert(name.clone(), cell);
-                    write(&arguments.json, &cells)?;
+                    write_results(&arguments.json, &cells)?;
                 }
                 print(&row(death, (ranks, mib), &cells[&name]));
             }
@@ -108,13 +104,6 @@ fn cell(death: Kind, (ranks, mib): (u32, usize), events: u32) -> Result<Value, B
     cell["records_lost"] = json!(measured.records_lost);
     cell["records_repeated"] = json!(measured.records_repeated);
     Ok(cell)
-}
-
-/// Writes the file in one piece: the program may be ended at any time.
-fn write(path: &Path, cells: &Map<String, Value>) -> Result<(), Box<dyn Error>> {
-    let next = path.with_extension("next");
-    std::fs::write(&next, serde_json::to_vec_pretty(cells)?)?;
-    Ok(std::fs::rename(next, path)?)
 }
 
 /// A row of the table.

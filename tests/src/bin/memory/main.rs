@@ -10,14 +10,12 @@
 //! | `kill_p50_ms` | from a kill to the next step, less a step, with `--shard-optimizer` | `kills` |
 //! | `join_pause_ms{mib400,mib1600}` | longest time between two steps while a worker joins | `joins` |
 //! | `step_ms{mib400,mib1600}` | median step of these jobs | `joins` |
-//! | `schedules{run,exact}` | jobs under random faults, and those that were exact | `schedules` |
 //!
 //! `…_sharded` are those of jobs with `--shard-optimizer`, `…_sgd` those with SGD instead of AdamW,
 //! `…_bf16` those with `--param-dtype bf16`.
 //! Jobs have four workers, if the key does not say otherwise. Steps are compared in turns, in
 //! shared memory and on hosts with links of 1 Gbit/s; these need root and iproute2, without which
-//! `gbit` is null, and `step_ratio_gbit_missing` says why. Schedules kill workers, let them join
-//! and leave, one at a time, without a checkpoint.
+//! `gbit` is null, and `step_ratio_gbit_missing` says why.
 //!
 //! What the size of the model does not change drops out of `bytes_per_param`, and memory that ranks
 //! share does not count. `mib400` and `mib1600` are sizes of the state: parameters and AdamW's two
@@ -33,7 +31,6 @@ mod bytes;
 mod job;
 mod model;
 mod pauses;
-mod schedules;
 mod steps;
 
 use std::error::Error;
@@ -49,7 +46,7 @@ use crate::model::Sized;
 #[derive(Debug, Parser)]
 struct Arguments {
     /// Parts to measure
-    #[arg(long, value_delimiter = ',', default_value = "bytes,steps,kills,joins,schedules")]
+    #[arg(long, value_delimiter = ',', default_value = "bytes,steps,kills,joins")]
     only: Vec<String>,
     /// Parameters of the model of `bytes` and `steps` [default: 8 Mi] and of `kills` [default: 100
     /// Mi]
@@ -73,12 +70,6 @@ struct Arguments {
     /// Sizes of the state of the jobs that workers join, in MiB
     #[arg(long, value_delimiter = ',', default_value = "400,1600")]
     state_mib: Vec<usize>,
-    /// Jobs under random faults
-    #[arg(long, default_value_t = 50)]
-    schedules: u64,
-    /// Seed of the first of them
-    #[arg(long, default_value_t = 0)]
-    first_seed: u64,
     /// Also write the result to this file
     #[arg(long)]
     json: Option<PathBuf>,
@@ -94,7 +85,6 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
             "bytes" => bytes::measure(arguments)?,
             "joins" => pauses::measure_joins(arguments)?,
             "kills" => pauses::measure_kills(arguments)?,
-            "schedules" => schedules::measure(arguments)?,
             "steps" => steps::measure(arguments)?,
             _ => return Ok(None),
         }))

@@ -1,10 +1,9 @@
-//! What embedding tables cost, and whether each touch of a row is counted once.
+//! What embedding tables cost.
 //!
 //! `cargo run --release -p elasticdl-tests --bin tables -- --json FILE` prints and writes:
 //!
 //! | key | meaning | module |
 //! |---|---|---|
-//! | `schedules` | jobs under random faults, and those in which each touch was counted once | `schedules` |
 //! | `kill_p50_ratio`, `kill_p99_ratio` | pause after a kill, over that without tables | `pauses` |
 //! | `join_ratio_16m` | pause of a join at the most rows, over that at the fewest | `pauses` |
 //! | `second_copy_cost` | records/s with one copy of each row, over those with two, less 1 | `speed` |
@@ -19,7 +18,6 @@
 mod auc;
 mod links;
 mod pauses;
-mod schedules;
 mod speed;
 
 use std::error::Error;
@@ -37,14 +35,8 @@ use serde_json::json;
 #[derive(Debug, Parser)]
 struct Arguments {
     /// Parts to measure
-    #[arg(long, value_delimiter = ',', default_value = "memory,speed,links,pauses,schedules,auc")]
+    #[arg(long, value_delimiter = ',', default_value = "memory,speed,links,pauses,auc")]
     only: Vec<String>,
-    /// Jobs under random faults
-    #[arg(long, default_value_t = 200)]
-    schedules: u64,
-    /// Seed of the first of them
-    #[arg(long, default_value_t = 0)]
-    first_seed: u64,
     /// Kills, and joins, of each job
     #[arg(long, default_value_t = 20)]
     events: u32,
@@ -82,7 +74,6 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
             "links" => links::measure(arguments)?,
             "memory" => json!({ "bytes_per_row": bytes_per_row(1_000_000)? }),
             "pauses" => pauses::measure(arguments)?,
-            "schedules" => schedules::measure(arguments)?,
             "speed" => speed::measure(arguments)?,
             _ => return Ok(None),
         }))
