@@ -20,6 +20,7 @@ use elasticdl::{
 };
 use elasticdl_tests::cluster::{FIRST_GRADIENT, FIRST_UPDATE};
 use elasticdl_tests::counts_summary;
+use rustix::time::{ClockId, clock_gettime};
 
 /// Counts records.
 #[derive(Parser)]
@@ -33,6 +34,9 @@ struct Counting {
     /// Time to compute the gradient of a record.
     #[arg(long, default_value_t = 0)]
     micros_per_record: u64,
+    /// Use a processor for that time, instead of sleeping.
+    #[arg(long)]
+    busy: bool,
     /// Time to evaluate a record, with one more metric, or to predict for it.
     #[arg(long)]
     inference_micros: Option<u64>,
@@ -170,8 +174,8 @@ impl Counting {
             "{} records at once",
             batch.len()
         );
-        let until =
-            Instant::now() + Duration::from_micros(self.micros_per_record * batch.len() as u64);
+        let time = Duration::from_micros(self.micros_per_record * batch.len() as u64);
+        let until = Instant::now() + time;
         for record in batch {
             assert!(self.panic_at != Some(*record), "record {record} is not to my liking");
             if self.fail_at == Some(*record) {
@@ -185,12 +189,24 @@ impl Counting {
             }
             counts[*record as usize] += if self.nan_at == Some(*record) { f32::NAN } else { 1.0 };
         }
-        // Asleep, so that workers of other jobs compute meanwhile.
-        if !self.is_hurried() {
+        if self.busy {
+            compute(time);
+        } else if !self.is_hurried() {
+            // Asleep, so that workers of other jobs compute meanwhile.
             std::thread::sleep(until.saturating_duration_since(Instant::now()));
         }
         Ok(())
     }
+}
+
+/// Returns when this thread has run for this long.
+fn compute(time: Duration) {
+    let used = || {
+        let time = clock_gettime(ClockId::ThreadCPUTime);
+        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+    };
+    let until = used() + time;
+    while used() < until {}
 }
 
 impl Model for Counting {

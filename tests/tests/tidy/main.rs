@@ -110,6 +110,26 @@ fn the_core_has_no_io_no_clock_and_no_randomness() {
     }
 }
 
+/// A wall clock may be set, and may differ between hosts: neither may make a worker or a master
+/// look lost. Other times are those of monotonic clocks.
+#[test]
+fn the_wall_clock_decides_about_no_worker_and_no_master() {
+    let reads = ["SystemTime::now", "Timestamp::now", "Utc::now", "Realtime", "CLOCK_REALTIME"];
+    let mut found = Vec::new();
+    for path in
+        ["collective", "master", "proto", "worker"].iter().flat_map(|c| sources(&root().join(c)))
+    {
+        let inside = path.strip_prefix(root()).unwrap();
+        let is_test = inside.components().any(|part| part.as_os_str() == "tests");
+        let is_test = is_test || inside.ends_with("tests.rs");
+        if !is_test && reads.iter().any(|word| code(&path).contains(word)) {
+            found.push(inside.to_str().unwrap().to_owned());
+        }
+    }
+    let known = WALL_CLOCK.map(|(file, _)| file);
+    assert_eq!(found, known, "use a monotonic clock, or say in WALL_CLOCK what the time is for");
+}
+
 #[test]
 fn no_import_cycle_has_more_than_three_files() {
     // Each example is a program of its own.
@@ -406,6 +426,27 @@ fn is_form(word: &str, refused: &str) -> bool {
 }
 
 const COLUMNS_MAX: usize = 100;
+
+/// Files that read the wall clock, and what for.
+const WALL_CLOCK: [(&str, &str); 17] = [
+    ("master/cli/src/backend/cluster.rs", "times shown to the user"),
+    ("master/cli/src/backend/list.rs", "times shown to the user"),
+    ("master/cli/src/commands/start/cluster_job.rs", "times of lines of output"),
+    ("master/cli/src/progress.rs", "times of lines of output"),
+    ("master/cli/src/render/end.rs", "times of lines of output"),
+    ("master/src/certificates.rs", "validity of certificates, of ten years"),
+    ("master/src/cluster_master/leader.rs", "when the job began, as the page shows it"),
+    ("master/src/cluster_master/publish.rs", "when the status was published, for the user"),
+    ("master/src/jobdir/start_time.rs", "age of the job after a reboot of its machine"),
+    ("master/src/kube/client.rs", "time where the API server does not tell its own"),
+    ("master/src/kube/declaration.rs", "times of Events"),
+    ("master/src/kube/events.rs", "times of Events"),
+    ("master/src/kube/leader_lease.rs", "times in the Lease, for its readers"),
+    ("master/src/kube/requests.rs", "times of Events"),
+    ("master/src/mlflow.rs", "times of metrics"),
+    ("master/src/tensorboard.rs", "times of metrics"),
+    ("worker/src/checkpoint/writer.rs", "when a checkpoint was written, for the user"),
+];
 
 /// Words that a reader would have to translate, each with the standard term.
 const REFUSED: [(&str, &str); 21] = [
