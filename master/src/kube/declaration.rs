@@ -10,8 +10,8 @@
 //! that what they have applied stays what the cluster has.
 
 use k8s_openapi::api::batch::v1::Job;
-use k8s_openapi::api::core::v1::{ObjectReference, Pod};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{OwnerReference, Time};
+use k8s_openapi::api::core::v1::{ConfigMap, ObjectReference, Pod};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference, Time};
 use k8s_openapi::jiff::Timestamp;
 use kube::Api;
 use kube::api::PostParams;
@@ -40,10 +40,14 @@ pub struct Declaration {
 /// Who has the name of a declared job in the cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Holder {
-    /// This declaration, whose submission is complete.
-    Declaration,
+    /// No job, but a ConfigMap has the name of the job's own.
+    ConfigMap,
     /// This declaration, whose submission was cut off.
     CutOff,
+    /// This declaration, whose submission is complete.
+    Declaration,
+    /// A job that was deleted, whose objects the cluster still removes.
+    Former,
     /// No job.
     None,
     /// Another job.
@@ -126,13 +130,24 @@ impl Declaration {
         let read = async || {
             jobs.get_opt(&master).await.map_err(|error| self.cluster.explain(doing, error))
         };
-        let Some(found) = retry(doing, read).await? else { return Ok(Holder::None) };
-        let owners = found.metadata.owner_references.iter().flatten();
-        let is_ours = owners.into_iter().any(|owner| owner.uid == self.uid);
+        let Some(found) = retry(doing, read).await? else {
+            let doing = "read the job's ConfigMap";
+            let anchors: Api<ConfigMap> = self.cluster.api();
+            let read = async || {
+                anchors.get_opt(job).await.map_err(|error| self.cluster.explain(doing, error))
+            };
+            return Ok(match retry(doing, read).await? {
+                None => Holder::None,
+                Some(anchor) if is_left(&anchor.metadata, &master, None) => Holder::Former,
+                Some(_) => Holder::ConfigMap,
+            });
+        };
+        let is_ours = owners(&found.metadata).any(|owner| owner.uid == self.uid);
         let waits = found.spec.is_some_and(|spec| spec.parallelism == Some(0));
         Ok(match (is_ours, waits) {
             (true, true) => Holder::CutOff,
             (true, false) => Holder::Declaration,
+            (false, _) if is_left(&found.metadata, &self.name, Some(&self.uid)) => Holder::Former,
             (false, _) => Holder::Other,
         })
     }
@@ -221,6 +236,19 @@ impl OptionsWatch {
     }
 }
 
+fn owners(object: &ObjectMeta) -> impl Iterator<Item = &OwnerReference> {
+    object.owner_references.iter().flatten()
+}
+
+/// Whether the cluster removes an object: it is being deleted, or the Job `owner` that owns it is
+/// gone. `uid`: that of the Job of this name; `None`: there is none.
+fn is_left(object: &ObjectMeta, owner: &str, uid: Option<&str>) -> bool {
+    let is_gone = |found: &OwnerReference| {
+        found.kind == "Job" && found.name == owner && Some(&*found.uid) != uid
+    };
+    object.deletion_timestamp.is_some() || owners(object).any(is_gone)
+}
+
 fn options(job: &Job) -> Option<String> {
     job.metadata.annotations.as_ref()?.get(OPTIONS).cloned()
 }
@@ -280,19 +308,27 @@ mod tests {
     async fn the_name_of_a_job_is_held_by_the_declaration_that_owns_its_master() {
         let (fake, cluster) = FakeServer::start();
         let declaration = declaration(&fake, &cluster).await;
+        let owned = |name: &str, uid: &str| {
+            let owner = json!({"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": uid});
+            json!([owner])
+        };
         assert_eq!(declaration.holder("j").await.unwrap(), Holder::None);
-        for (owner, parallelism, expected) in [
-            ("doc", 0, Holder::CutOff),
-            ("doc", 1, Holder::Declaration),
-            ("former", 1, Holder::Other),
+        for (owner, expected) in [("other", Holder::ConfigMap), ("j-master", Holder::Former)] {
+            let metadata = json!({"name": "j", "ownerReferences": owned(owner, "u")});
+            fake.put("configmaps", "j", json!({"metadata": metadata}));
+            assert_eq!(declaration.holder("j").await.unwrap(), expected, "{owner}");
+        }
+        for (owner, uid, parallelism, expected) in [
+            ("j", "doc", 0, Holder::CutOff),
+            ("j", "doc", 1, Holder::Declaration),
+            ("j", "former", 1, Holder::Former),
+            ("k", "another", 1, Holder::Other),
         ] {
-            let owner =
-                json!([{"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": owner}]);
             let mut master = document("");
-            master["metadata"] = json!({"name": "j-master", "ownerReferences": owner});
+            master["metadata"] = json!({"name": "j-master", "ownerReferences": owned(owner, uid)});
             master["spec"]["parallelism"] = parallelism.into();
             fake.put("jobs", "j-master", master);
-            assert_eq!(declaration.holder("j").await.unwrap(), expected, "{parallelism}");
+            assert_eq!(declaration.holder("j").await.unwrap(), expected, "{uid} {parallelism}");
         }
     }
 

@@ -18,6 +18,7 @@
 pub mod anchor;
 pub mod client;
 pub mod declaration;
+pub mod differences;
 pub(crate) mod events;
 pub mod existing;
 pub mod facts;

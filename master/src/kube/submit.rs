@@ -184,7 +184,7 @@ where
         Ok(created) => Ok(created),
         Err(error) if is_code(&error, 409) => Err(ClusterError::Exists(format!(
             "the namespace {} has a {kind} {name} already, which is not this job's; \
-             choose another --job-name, or remove it",
+             remove it, or give the job another name",
             cluster.namespace
         ))),
         Err(error) => Err(cluster.explain(&format!("create the {kind} {name}"), error)),

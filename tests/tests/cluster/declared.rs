@@ -85,8 +85,7 @@ fn a_declared_job_is_applied_changed_and_deleted_with_kubectl() {
     let mut again = namespace.train("declared", &["--if-not-exists", "--seed", "7"], &[]);
     let again = again.output().unwrap();
     assert!(again.status.success(), "{}", text(&again));
-    for part in
-        ["exists already", "and has not ended: nothing is submitted", "task.job.seed is 0, not 7"]
+    for part in ["exists already", "and has not ended: nothing is submitted", "--seed is 0, not 7"]
     {
         assert!(text(&again).contains(part), "{part}: {}", text(&again));
     }
@@ -98,7 +97,7 @@ fn a_declared_job_is_applied_changed_and_deleted_with_kubectl() {
     let pods = namespace.get("pods", selector);
     namespace.delete_pod(pods[0]["metadata"]["name"].as_str().unwrap(), &["--wait=false"]);
     namespace.apply(&document(&namespace, 2, 7));
-    wait_for_report(&namespace, "OptionsRefused", "task.job.seed is 0, not 7");
+    wait_for_report(&namespace, "OptionsRefused", "`seed` is 0, not 7");
     trains(2);
     namespace.hurry("declared");
     let job = namespace.wait_for("declared", "the Job is complete", || {

@@ -7,6 +7,7 @@ use std::time::SystemTime;
 use elasticdl_master::certificates::{Certificates, YEARS};
 use elasticdl_master::job::{JobSpec, Time, Work};
 use elasticdl_master::kube::client::{API_SERVER_PORTS, Cluster, ClusterError};
+use elasticdl_master::kube::differences::Difference;
 use elasticdl_master::kube::existing::ExistingJob;
 use elasticdl_master::kube::gang::{GangOptions, GangScheduler};
 use elasticdl_master::kube::objects::{self, Credentials, Objects, Request, Task};
@@ -144,7 +145,9 @@ fn existence(existing: &ExistingJob, name: &str, namespace: &str) -> Vec<String>
         "a job {name} exists already in the namespace {namespace} and has {state}: nothing is \
          submitted"
     );
-    let differs = |difference| format!("warning: it is not as asked for: {difference}");
+    let differs = |difference: &Difference| {
+        format!("warning: it is not as asked for: {}", difference.on_command_line())
+    };
     [first].into_iter().chain(existing.differences.iter().map(differs)).collect()
 }
 
@@ -187,7 +190,7 @@ fn credentials_limit() -> String {
     )
 }
 
-fn draw(request: &Request) -> Result<Credentials, Failure> {
+pub(super) fn draw(request: &Request) -> Result<Credentials, Failure> {
     let token = Token::random()
         .map_err(|e| Failure::failed(format!("the system gives no random bytes: {e}")))?;
     let job = &request.task.job.name;
@@ -197,7 +200,11 @@ fn draw(request: &Request) -> Result<Credentials, Failure> {
     Ok(Credentials { token, certificates })
 }
 
-fn request(asked: &StartRequest, pods: PodOptions, namespace: String) -> Result<Request, Failure> {
+pub(super) fn request(
+    asked: &StartRequest,
+    pods: PodOptions,
+    namespace: String,
+) -> Result<Request, Failure> {
     let program: Result<Vec<String>, _> =
         asked.program.iter().map(|word| word.clone().into_string()).collect();
     let program = program.map_err(|word| {
@@ -484,12 +491,13 @@ mod tests {
 
     #[test]
     fn a_job_without_a_summary_has_not_ended_and_each_difference_is_a_warning() {
-        let differences = vec!["task.seed is 0, not 7".to_owned()];
+        let values = Some(("0".into(), "7".into()));
+        let differences = vec![Difference { option: "seed".into(), values }];
         let mut existing = ExistingJob { data: Data::default(), differences };
         let lines = existence(&existing, "j", "n");
         let expected =
             "a job j exists already in the namespace n and has not ended: nothing is submitted";
-        assert_eq!(lines, [expected, "warning: it is not as asked for: task.seed is 0, not 7"]);
+        assert_eq!(lines, [expected, "warning: it is not as asked for: --seed is 0, not 7"]);
         existing.data.insert(SUMMARY.into(), r#"{"state": "completed"}"#.into());
         let lines = existence(&existing, "j", "n");
         assert!(lines[0].contains("and has completed: "), "{lines:?}");

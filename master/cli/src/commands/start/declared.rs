@@ -3,7 +3,7 @@
 use std::convert::Infallible;
 use std::time::Duration;
 
-use elasticdl_master::kube::anchor::Anchor;
+use elasticdl_master::kube::anchor::{Anchor, SUSPEND};
 use elasticdl_master::kube::client::{Cluster, ClusterChoice, ClusterError};
 use elasticdl_master::kube::declaration::{Changeable, Declaration, Holder, OPTIONS};
 use elasticdl_master::kube::existing::ExistingJob;
@@ -24,7 +24,7 @@ use crate::process::{
 /// of the declaration over to it, and shows it until it ends. Returns its exit code.
 pub(crate) fn declare(read: ReadOptions) -> Result<u8, Failure> {
     new_runtime()?.block_on(async {
-        let cluster = Cluster::connect(&ClusterChoice::default()).await?;
+        let cluster = Cluster::connect(&ClusterChoice::default()).await.map_err(no_config)?;
         let pod = std::fs::read_to_string(HOST_NAME).map_err(cannot("read the pod's name"))?;
         let declaration = Declaration::of_pod(&cluster, pod.trim()).await?;
         let declaration = declaration.ok_or_else(|| {
@@ -55,6 +55,16 @@ pub(crate) fn declare(read: ReadOptions) -> Result<u8, Failure> {
     })
 }
 
+fn no_config(error: ClusterError) -> Failure {
+    match error {
+        ClusterError::NoConfig(why) => Failure::usage(format!(
+            "no cluster is configured ({why}); `elasticdl declare` is the command of the pod of a \
+             Job (see manifests/README.md)"
+        )),
+        error => error.into(),
+    }
+}
+
 /// A job that a Job declares.
 struct DeclaredJob {
     cluster: Cluster,
@@ -73,6 +83,12 @@ enum End {
     Passing(Result<u8, Failure>),
 }
 
+impl End {
+    fn invalid(failure: Failure) -> Self {
+        Self::Final(Err(failure))
+    }
+}
+
 impl From<ClusterError> for End {
     fn from(error: ClusterError) -> Self {
         // What is missing may follow: an administrator, or the next object of a release, makes it.
@@ -88,11 +104,13 @@ impl DeclaredJob {
 
     /// Ensures that the job exists, and is as these options ask for.
     async fn take_up(&self, options: Option<String>) -> Result<(), End> {
-        let invalid = |failure| End::Final(Err(failure));
-        let asked = self.parse(options.clone(), None).map_err(invalid)?;
+        let asked = self.parse(options.clone(), None).map_err(End::invalid)?;
         let give_up = Instant::now() + OTHER_TIMEOUT;
+        let (mut printed, mut recorded) = (None, None);
+        let mut pause = PAUSE;
         loop {
-            let why = match self.declaration.holder(self.name()).await? {
+            let holder = self.declaration.holder(self.name()).await?;
+            let why = match holder {
                 Holder::Declaration => {
                     print_line(&format!("the job {} exists already", self.name()));
                     self.declaration.outlive_pods().await;
@@ -103,36 +121,67 @@ impl DeclaredJob {
                     submit::delete(&self.cluster, self.name()).await?;
                     continue;
                 }
-                Holder::Other => {
-                    let namespace = &self.cluster.namespace;
-                    format!(
-                        "the namespace {namespace} has another job {0}, which this Job does not \
-                         declare: `elasticdl delete {0} --namespace {namespace}` removes it",
-                        self.name()
-                    )
-                }
-                Holder::None => {
-                    let (request, mut objects) = self.prepare(&asked).await.map_err(invalid)?;
-                    cluster_job::warn(&asked, &request);
-                    self.declaration.own(&mut objects);
-                    match submit::submit(&self.cluster, &request, objects).await {
-                        Ok(waits) => {
-                            if let Some(why) = waits {
-                                print_warning(&format!("the master waits: {why}"));
-                            }
-                            self.declaration.outlive_pods().await;
-                            return Ok(());
-                        }
-                        // The objects of a former job are being collected.
-                        Err(error @ ClusterError::Exists(_)) => error.to_string(),
-                        Err(error) => return Err(error.into()),
-                    }
-                }
+                Holder::None => match self.submit(&asked).await? {
+                    None => return Ok(()),
+                    Some(taken) => taken,
+                },
+                Holder::ConfigMap | Holder::Former | Holder::Other => self.taken_by(holder),
             };
+            let is_first = printed.replace(why.clone()).as_ref() != Some(&why);
+            if is_first {
+                print_line(&why);
+            }
+            // What a former job has left is removed within seconds.
+            let may_pass = holder == Holder::Former || (holder == Holder::None && is_first);
+            if !may_pass && recorded.as_ref() != Some(&why) {
+                self.declaration.record("NameTaken", &why).await;
+                recorded = Some(why.clone());
+            }
             if Instant::now() >= give_up {
                 return Err(End::Passing(Err(Failure::failed(why))));
             }
-            sleep(PAUSE).await;
+            sleep(pause).await;
+            if holder == Holder::None {
+                pause = (2 * pause).min(FOLLOW_AGAIN);
+            }
+        }
+    }
+
+    /// Submits the job. Returns which other object has a name that the job needs, if one has.
+    async fn submit(&self, asked: &StartRequest) -> Result<Option<String>, End> {
+        let (request, mut objects) = self.prepare(asked).await.map_err(End::invalid)?;
+        cluster_job::warn(asked, &request);
+        self.declaration.own(&mut objects);
+        match submit::submit(&self.cluster, &request, objects).await {
+            Ok(waits) => {
+                if let Some(why) = waits {
+                    print_warning(&format!("the master waits: {why}"));
+                }
+                self.declaration.outlive_pods().await;
+                Ok(None)
+            }
+            Err(error @ ClusterError::Exists(_)) => Ok(Some(error.to_string())),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Why the job can't be submitted while its name has this holder.
+    fn taken_by(&self, holder: Holder) -> String {
+        let (name, namespace) = (self.name(), &self.cluster.namespace);
+        match holder {
+            Holder::ConfigMap => format!(
+                "the namespace {namespace} has a ConfigMap {name}, whose name the job needs: it \
+                 goes with the job that it belongs to, or `kubectl delete configmap {name} \
+                 --namespace {namespace}` removes it"
+            ),
+            Holder::Former => format!(
+                "waiting until the cluster has removed the objects of the former job {name} in \
+                 the namespace {namespace}"
+            ),
+            _ => format!(
+                "the namespace {namespace} has another job {name}, which this Job does not \
+                 declare: `elasticdl delete {name} --namespace {namespace}` removes it"
+            ),
         }
     }
 
@@ -158,7 +207,7 @@ impl DeclaredJob {
             };
             let is_gone = matches!(
                 self.declaration.holder(self.name()).await,
-                Ok(Holder::None | Holder::Other)
+                Ok(Holder::ConfigMap | Holder::Former | Holder::None | Holder::Other)
             );
             let health = master_pods::inspect(&self.cluster, self.name()).await;
             if is_gone || health.failed.is_some() {
@@ -216,10 +265,11 @@ impl DeclaredJob {
         let (_, objects) = self.prepare(&asked).await?;
         let existing = ExistingJob::find(&self.cluster, self.name(), &objects).await?;
         let mut fixed = existing.map(|job| job.differences).unwrap_or_default();
-        fixed.retain(|difference| !difference.contains(".policies.starts_suspended "));
+        fixed.retain(|difference| difference.option != SUSPEND);
         if fixed.is_empty() {
             return Ok(changed);
         }
+        let fixed: Vec<String> = fixed.iter().map(ToString::to_string).collect();
         Err(Failure::usage(format!(
             "`num-workers` and `suspend` can be changed while the job runs; for other options, \
              delete the Job and apply it again. The job goes on as it is: {}",
@@ -239,10 +289,7 @@ impl DeclaredJob {
         })?;
         let mut table: Table =
             text.parse().map_err(|error| Failure::usage(format!("{origin}: {error}")))?;
-        if let Some((key, instead)) = NOT_DECLARED.iter().find(|(key, _)| table.contains_key(*key))
-        {
-            return Err(Failure::usage(format!("{origin}: leave out `{key}`: {instead}")));
-        }
+        check_declared(&origin, &table)?;
         table.insert("job-name".into(), Value::String(self.name().into()));
         let image = || Value::String(self.declaration.image.clone());
         table.entry("image").or_insert_with(image);
@@ -259,16 +306,34 @@ impl DeclaredJob {
     }
 }
 
+/// Checks that a declaration has these options.
+fn check_declared(origin: &str, table: &Table) -> Result<(), Failure> {
+    match NOT_DECLARED.iter().find(|(key, _)| table.contains_key(*key)) {
+        Some((key, instead)) => {
+            Err(Failure::usage(format!("{origin}: leave out `{key}`: {instead}")))
+        }
+        None => Ok(()),
+    }
+}
+
 /// Options that a declaration does not have, and what takes their place.
-const NOT_DECLARED: [(&str, &str); 9] = [
+const NOT_DECLARED: [(&str, &str); 17] = [
     ("context", "the job runs in the cluster of its Job"),
+    ("dashboard-port", "`elasticdl dashboard` serves the page of a job in a cluster"),
     ("detach", "the Job follows its job"),
     ("dry-run", "`kubectl apply --dry-run=server` checks the Job"),
     ("if-not-exists", "the Job takes up the job that it has submitted"),
+    ("job-dir", "a job in a cluster has its state in its ConfigMap, and its logs in its pods"),
     ("job-name", "the job has the name of its Job"),
+    ("listen", "workers reach the master of a job in a cluster by its Service"),
     ("local", "the job runs in the cluster of its Job"),
     ("namespace", "the job runs in the namespace of its Job"),
+    ("per-job-role", "the pod of a Job must not create accounts; `service-account` names one"),
+    ("replace", "delete the Job and apply it again"),
+    ("replay-step", "a step is computed again on one machine, with `elasticdl train --local`"),
+    ("resume", "the next pod of the Job takes the job up"),
     ("summary", "the summary is in the job's ConfigMap"),
+    ("tee", "`elasticdl logs` shows what workers print"),
     ("ttl-after-finished", "`ttlSecondsAfterFinished` of the Job deletes the job with it"),
 ];
 /// The host name of a pod's containers is the pod's name.
@@ -278,3 +343,6 @@ const OTHER_TIMEOUT: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_secs(1);
 /// Pause after a job could not be followed, for example because its master can't start yet.
 const FOLLOW_AGAIN: Duration = Duration::from_secs(15);
+
+#[cfg(test)]
+mod tests;
