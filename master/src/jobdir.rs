@@ -63,7 +63,7 @@ pub use self::lookup::{Endpoint, LookupError, look_up, started_at};
 pub(crate) use self::notes::note_process;
 pub use self::owner::Owner;
 pub use self::persisted_job::{
-    AbandonedJob, JobStart, PersistedJobFile, is_abandoned, read_record,
+    AbandonedJob, JobStart, PersistedJobFile, is_abandoned, read_record, working_folder,
 };
 pub use self::process_identity::ProcessIdentity;
 use self::processes::refuse_if_workers_live;

@@ -23,7 +23,7 @@ use elasticdl_proto::{
     MembershipChange, Order, OrderName, ShuffleMode, SkippedRecords, Split, Status, Summary,
     WorkerId,
 };
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 pub use self::steps::{Begun, StepRecords, Steps};
 use crate::job::{Batch, JobSpec, PersistedJob};
@@ -31,9 +31,9 @@ use crate::job::{Batch, JobSpec, PersistedJob};
 /// A record, as the user names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RecordName {
-    /// A record of a file, from 0. The file is named by the end of its path.
+    /// A record of a file, from 0.
     InFile {
-        /// End of the path, from the beginning of a name.
+        /// The path, absolute or as the job has it, or the end of it from the beginning of a name.
         file: String,
         /// Number of the record in the file.
         record: u64,
@@ -58,6 +58,9 @@ pub struct JobFacts {
     /// Complete checkpoints in the job's folder, also those of other runs, in any order; `None` if
     /// the folder is not on this machine.
     pub checkpoints: Option<Vec<CompleteCheckpoint>>,
+    /// The folder in which its workers run, to which paths of files are relative; `None` if it is
+    /// not on this machine.
+    pub folder: Option<PathBuf>,
 }
 
 /// How far a job is.
@@ -100,6 +103,7 @@ pub struct Lineage {
     /// Records of an epoch.
     pub records_per_epoch: u64,
     /// The order of the records.
+    #[serde(serialize_with = "write_order")]
     pub order: OrderName,
     /// When it is trained: an entry for each epoch.
     pub epochs: Vec<EpochLineage>,
@@ -227,6 +231,7 @@ impl JobFacts {
             begun: record.begun_with().map(|(records, step)| Begun { step, records }),
             progress: progress.with_older(record.memberships()),
             checkpoints: None,
+            folder: None,
         })
     }
 
@@ -356,28 +361,6 @@ impl JobFacts {
         )))
     }
 
-    /// The file whose path ends with `name`.
-    fn file_named(&self, name: &str) -> Result<usize, LineageError> {
-        let is_named = |path: &str| {
-            path.strip_suffix(name).is_some_and(|before| before.is_empty() || before.ends_with('/'))
-        };
-        let named = self.files.iter().enumerate().filter(|(_, file)| is_named(&file.path));
-        let named: Vec<(usize, String)> = named.take(2).map(|(i, file)| (i, file.path)).collect();
-        match &named[..] {
-            [(only, _)] => Ok(*only),
-            [] => {
-                let first = self.files.iter().next().map(|file| file.path).unwrap_or_default();
-                let count = self.files.len();
-                Err(LineageError::NoSuchRecord(format!(
-                    "none of the job's {count} files is named {name}; the first is {first}"
-                )))
-            }
-            [(_, one), (_, other), ..] => Err(LineageError::NoSuchRecord(format!(
-                "{name} names several files, as {one} and {other}; give more of it"
-            ))),
-        }
-    }
-
     fn entry(&self, epoch: u32, position: u64) -> EpochLineage {
         let Self { progress, begun, spec, .. } = self;
         let number = u64::from(epoch) * self.files.records() + position;
@@ -487,6 +470,19 @@ impl JobFacts {
     }
 }
 
+/// As users write the order, not as checkpoints name it.
+fn write_order<S: Serializer>(order: &OrderName, serializer: S) -> Result<S::Ok, S::Error> {
+    #[derive(Serialize)]
+    struct Shown {
+        mode: &'static str,
+        seed: u64,
+        block: u64,
+        buffer: u64,
+    }
+    let OrderName { mode, seed, block, buffer } = *order;
+    Shown { mode: mode.name(), seed, block, buffer }.serialize(serializer)
+}
+
 /// A record of the data.
 struct Found {
     file: String,
@@ -569,6 +565,7 @@ impl From<Status> for JobProgress {
     }
 }
 
+mod file_names;
 mod made_again;
 mod steps;
 

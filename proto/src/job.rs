@@ -443,6 +443,19 @@ pub enum ShuffleMode {
     Record,
 }
 
+impl ShuffleMode {
+    /// As users write it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Block => "block",
+            Self::None => "none",
+            Self::Record => "record",
+        }
+    }
+}
+
 /// Which links between workers are encrypted. Both sides of a link authenticate each other in any
 /// case.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

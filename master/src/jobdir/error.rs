@@ -86,7 +86,7 @@ pub enum JobDirError {
     },
 }
 
-/// Why a job can't be resumed.
+/// Why a job can't be resumed, or what it has recorded can't be read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ResumeError {
@@ -106,7 +106,8 @@ pub enum ResumeError {
     },
     /// Its master died before it had started a worker, or could not write. Start the job again.
     #[error(
-        "the job in {} has left nothing to resume: it ended before it had a worker; start it again",
+        "no worker of the job in {} has started, so it has recorded nothing; if it has ended, \
+         start it again",
         path.display()
     )]
     NotPersisted {
@@ -115,7 +116,7 @@ pub enum ResumeError {
     },
     /// Another release has persisted the job's state. Resume with that release, or start the job
     /// again.
-    #[error("can't resume from {}: {format}; nothing was changed", path.display())]
+    #[error("can't use {}: {format}; nothing was changed", path.display())]
     OtherFormat {
         /// The file.
         path: PathBuf,
@@ -133,8 +134,8 @@ pub enum ResumeError {
         /// Process id of the master, if it has published it.
         pid: Option<u32>,
     },
-    /// A file of it can't be read, or has been changed. JobStart the job again.
-    #[error("can't resume from {}: {reason}", path.display())]
+    /// A file of it can't be read, or has been changed. Start the job again.
+    #[error("can't use {}: {reason}", path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,

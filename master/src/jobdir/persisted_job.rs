@@ -16,13 +16,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
-use std::fs;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Read as _};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use elasticdl_proto::FileList;
+use elasticdl_proto::limits::MESSAGE_BYTES_MAX;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tracing::error;
@@ -239,12 +240,28 @@ pub fn read_record(root: &Path) -> Result<PersistedJob, ResumeError> {
     Ok(record)
 }
 
+/// The folder in which the workers of the job in `root` run; `None` if that is not recorded.
+#[must_use]
+pub fn working_folder(root: &Path) -> Option<PathBuf> {
+    read_start(root).ok().map(|start| start.folder.into())
+}
+
 fn read_list(root: &Path) -> Result<FileList, ResumeError> {
     let path = root.join(FILES);
-    let list = fs::read(&path).map_err(|error| error.to_string());
-    let list = list.and_then(|bytes| FileList::unpack(bytes.into()).map_err(|e| e.to_string()));
-    list.map_err(|reason| ResumeError::Unreadable { path, reason })
+    let unreadable = |reason| ResumeError::Unreadable { path: path.clone(), reason };
+    let file = File::open(&path).map_err(|error| unreadable(error.to_string()))?;
+    let mut packed = Vec::new();
+    let read = file.take(LIST_BYTES_MAX + 1).read_to_end(&mut packed);
+    read.map_err(|error| unreadable(error.to_string()))?;
+    if packed.len() as u64 > LIST_BYTES_MAX {
+        let most = LIST_BYTES_MAX >> 20;
+        return Err(unreadable(format!("it is damaged: no list takes more than {most} MiB")));
+    }
+    FileList::unpack(packed.into()).map_err(|error| unreadable(error.to_string()))
 }
+
+/// A worker sends the list to its master in one message.
+const LIST_BYTES_MAX: u64 = MESSAGE_BYTES_MAX as u64;
 
 /// Reads the persisted state. If it was lost with the machine's power, the one before it serves: no
 /// worker has survived.
@@ -358,7 +375,7 @@ mod tests {
         )
         .unwrap();
         // A torn line is ignored.
-        fs::File::options()
+        File::options()
             .append(true)
             .open(dir.processes_path())
             .unwrap()
@@ -396,6 +413,8 @@ mod tests {
         unreadable("No such file");
         fs::write(&path, "{}").unwrap();
         unreadable("damaged");
+        File::create(&path).unwrap().set_len(1 << 36).unwrap();
+        unreadable("no list takes more than 64 MiB");
         fs::write(&path, FileList::pack([("other", 7)]).packed()).unwrap();
         unreadable("not the one that the job was started with: it has 1 files with 7 records");
         fs::write(&path, list.packed()).unwrap();

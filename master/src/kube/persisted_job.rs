@@ -13,6 +13,7 @@
 //! master would not know what this one does next. Any other failure (no answer, a missing
 //! permission) is reported and retried.
 
+use std::io::Read as _;
 use std::time::Duration;
 
 use base64::Engine as _;
@@ -172,8 +173,14 @@ pub(crate) fn read(text: &str) -> Result<PersistedJob, String> {
 
 fn unpack(packed: &str) -> Result<String, String> {
     let packed = BASE64.decode(packed).map_err(|error| error.to_string())?;
-    let plain = zstd::decode_all(&*packed).map_err(|error| error.to_string())?;
-    String::from_utf8(plain).map_err(|error| error.to_string())
+    let decoder = zstd::Decoder::new(&*packed).map_err(|error| error.to_string())?;
+    let mut plain = String::new();
+    let read = decoder.take(UNPACKED_BYTES_MAX + 1).read_to_string(&mut plain);
+    read.map_err(|error| error.to_string())?;
+    if plain.len() as u64 > UNPACKED_BYTES_MAX {
+        return Err(format!("it is damaged: no job takes {} MiB", UNPACKED_BYTES_MAX >> 20));
+    }
+    Ok(plain)
 }
 
 /// Serializes a job for the anchor.
@@ -327,6 +334,8 @@ impl WriterTask {
 const INTERVAL: Duration = Duration::from_secs(1);
 /// Timeout of a write, after which it is retried.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
+/// More than any job takes whose packed form the anchor holds.
+const UNPACKED_BYTES_MAX: u64 = 64 << 20;
 /// Length above which the JSON is compressed.
 const PLAIN_BYTES_MAX: usize = 64 << 10;
 /// Maximum length; the anchor has 1 MiB in total.

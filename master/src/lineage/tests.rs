@@ -43,6 +43,7 @@ fn facts() -> JobFacts {
             loss: LossSummary::default(),
         },
         checkpoints: None,
+        folder: None,
     }
 }
 
@@ -205,6 +206,40 @@ fn validation_data_is_named_within_its_file_and_said_to_be_so() {
         trained += u64::from(is_trained);
     }
     assert_eq!(trained, counts[1].1);
+}
+
+#[test]
+fn a_file_is_named_by_the_end_of_its_path_or_absolutely_however_the_data_was_given() {
+    let folder = || Some("/home/u".into());
+    let relative = JobFacts { folder: folder(), ..facts() };
+    let upwards =
+        JobFacts { files: FileList::pack([("../d/a.csv", 9)]), folder: folder(), ..facts() };
+    let absolute = JobFacts { files: FileList::pack([("/home/u/d/a.csv", 9)]), ..facts() };
+    let dotted =
+        JobFacts { files: FileList::pack([("./d/a.csv", 9)]), folder: folder(), ..facts() };
+    let is_found = |facts: &JobFacts, name: &str| {
+        facts.lineage(&RecordName::InFile { file: name.into(), record: 0 }).is_ok()
+    };
+    for (facts, whole) in [
+        (&relative, "/home/u/d/a.csv"),
+        (&upwards, "/home/d/a.csv"),
+        (&absolute, "/home/u/d/a.csv"),
+        (&dotted, "/home/u/d/a.csv"),
+    ] {
+        let through = format!("/home/u/x/..{}", whole.replacen("/home", "/../../home", 1));
+        for name in ["a.csv", "d/a.csv", "./d/a.csv", whole, &through] {
+            assert!(is_found(facts, name), "{name}: {:?}", facts.files.iter().next());
+        }
+        assert!(!is_found(facts, "/elsewhere/d/a.csv"));
+    }
+    assert!(!is_found(&facts(), "/home/u/d/a.csv"), "the job's folder is not known");
+}
+
+#[test]
+fn the_order_is_shown_as_users_write_it() {
+    let lineage = facts().lineage(&RecordName::Number(0)).unwrap();
+    let shown = serde_json::json!({"mode": "record", "seed": 3, "block": 0, "buffer": 0});
+    assert_eq!(serde_json::to_value(lineage).unwrap()["order"], shown);
 }
 
 #[test]

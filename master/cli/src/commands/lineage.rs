@@ -1,5 +1,7 @@
 //! `elasticdl lineage`: when a record was trained, and by whom.
 
+use std::path::{Component, Path};
+
 use clap::Args;
 use elasticdl_master::lineage::{LineageError, RecordName};
 
@@ -20,8 +22,8 @@ pub(crate) struct LineageArgs {
 
     /// The record: its number in the data set, or FILE:NUMBER with its number in a file; from 0.
     ///
-    /// FILE is the path of a file of the data set, or the end of it. With --validation-split and
-    /// several files, records are named by their files.
+    /// FILE is the path of a file of the data set, absolute or as the job has it, or the end of it.
+    /// With --validation-split and several files, records are named by their files.
     #[arg(value_name = "RECORD", value_parser = parse_record)]
     pub(crate) record: RecordName,
 }
@@ -54,8 +56,20 @@ Exit codes:
 /// Prints when a record was trained. Returns the exit code.
 pub(super) fn lineage(args: &LineageArgs) -> Result<u8, Failure> {
     let facts = args.job.find()?.facts()?;
-    let lineage = facts.lineage(&args.record).map_err(|error| failure(&error))?;
+    let lineage = facts.lineage(&from_here(&args.record)).map_err(|error| failure(&error))?;
     print(&if args.json { lineage_to_json(&lineage) } else { lineage_to_table(&lineage) })
+}
+
+/// The record, in an absolute path where `..` leads from the current directory.
+fn from_here(record: &RecordName) -> RecordName {
+    let mut record = record.clone();
+    if let RecordName::InFile { file, .. } = &mut record
+        && Path::new(&*file).components().any(|part| part == Component::ParentDir)
+        && let Some(whole) = std::path::absolute(&*file).ok().as_deref().and_then(Path::to_str)
+    {
+        *file = whole.to_owned();
+    }
+    record
 }
 
 fn failure(error: &LineageError) -> Failure {

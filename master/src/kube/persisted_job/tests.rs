@@ -225,6 +225,14 @@ fn a_job_of_this_format_is_read_and_others_are_refused_with_what_to_do() {
     );
 }
 
+#[test]
+fn a_job_that_unpacks_to_more_than_any_has_is_refused_before_it_takes_the_memory() {
+    let spaces = std::io::repeat(b' ').take(UNPACKED_BYTES_MAX + 2);
+    let packed = BASE64.encode(zstd::encode_all(spaces, 1).unwrap());
+    assert!(packed.len() < 64 << 10, "{}", packed.len());
+    assert_eq!(unpack(&packed), Err("it is damaged: no job takes 64 MiB".into()));
+}
+
 #[tokio::test(start_paused = true)]
 async fn the_holder_of_the_lease_writes_its_incarnation_again_and_another_master_does_not() {
     for edited in [json!(null), json!("abc"), json!("77")] {

@@ -42,6 +42,7 @@ pub(super) fn facts(job: &dyn JobHandle, root: &Path) -> Result<JobFacts, Failur
             own.dir = there.to_owned();
         }
     }
+    facts.folder = jobdir::working_folder(root);
     let folder = facts.checkpoint_dir().filter(|folder| folder.is_dir());
     facts.checkpoints = folder.map(|folder| complete_checkpoints(&folder));
     Ok(facts)

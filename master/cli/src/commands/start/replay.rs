@@ -9,7 +9,8 @@ mod checkpoints;
 mod origin;
 
 use std::fmt::Display;
-use std::fs::{self, DirBuilder};
+use std::fs::{self, DirBuilder, DirEntry, File};
+use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
@@ -62,15 +63,15 @@ pub(crate) fn replay(
             origin.complete_data(training);
         }
     }
-    let scratch = Scratch::create()?;
+    let scratch = Scratch::create(&std::env::temp_dir())?;
     let console = request.output.console();
-    strip(&mut request, &scratch.0);
+    strip(&mut request, &scratch.path);
     let mut job = LocalJob::new(request)?;
     if let Some(origin) = &origin {
         origin.complete(&mut job.spec, is_given)?;
     }
     let is_deterministic = job.spec.options.deterministic;
-    let links = scratch.0.join("checkpoints");
+    let links = scratch.path.join("checkpoints");
     narrow(&mut job.spec, step, origin.as_ref(), is_given, &links)?;
     let dir = JobDir::create(&job.job_dir).map_err(|e| Failure::failed(e.to_string()))?;
     let LocalEnd { result: ended, stop, .. } = lead(master_of(job, None)?.apart(), &dir, console)?;
@@ -241,26 +242,84 @@ fn to_text(replay: &Replay, is_deterministic: bool, has_ended: bool) -> String {
 }
 
 /// A folder that is removed in the end.
-struct Scratch(PathBuf);
+struct Scratch {
+    path: PathBuf,
+    /// Locked while the folder is in use, however this process ends.
+    _lock: File,
+}
 
 impl Scratch {
-    fn create() -> Result<Self, Failure> {
-        let mut random = [0; 6];
-        getrandom::fill(&mut random)
-            .map_err(|e| Failure::failed(format!("the system gives no random bytes: {e}")))?;
-        let digits: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
-        let folder = std::env::temp_dir().join(format!("elasticdl-replay-{digits}"));
-        let made = DirBuilder::new().mode(0o700).create(&folder);
-        made.map_err(cannot(&format!("create {}", folder.display())))?;
-        Ok(Self(folder))
+    /// Creates a folder in `parent`, and removes those there whose processes were killed.
+    fn create(parent: &Path) -> Result<Self, Failure> {
+        remove_abandoned(parent);
+        loop {
+            let mut random = [0; 6];
+            getrandom::fill(&mut random)
+                .map_err(|e| Failure::failed(format!("the system gives no random bytes: {e}")))?;
+            let digits: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
+            let path = parent.join(format!("{SCRATCH}{digits}"));
+            let doing = format!("create {}", path.display());
+            let failed = cannot(&doing);
+            DirBuilder::new().mode(0o700).create(&path).map_err(&failed)?;
+            let lock = File::open(&path).and_then(|lock| lock.lock().map(|()| lock));
+            // Another process may have taken it for an abandoned one before it was locked.
+            match lock {
+                Ok(lock) if path.is_dir() => return Ok(Self { path, _lock: lock }),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(failed(error)),
+            }
+        }
     }
 }
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
+        let _ = fs::remove_dir_all(&self.path);
     }
 }
 
+/// Removes the folders in `parent` that no process uses any more.
+fn remove_abandoned(parent: &Path) {
+    let is_scratch = |entry: &DirEntry| {
+        let name = entry.file_name();
+        let digits = name.to_str().and_then(|name| name.strip_prefix(SCRATCH));
+        digits.is_some_and(|digits| digits.len() == 12)
+            && entry.file_type().is_ok_and(|kind| kind.is_dir())
+    };
+    let all = fs::read_dir(parent).into_iter().flatten().flatten();
+    for folder in all.filter(is_scratch).map(|entry| entry.path()) {
+        // Those of other users can't be opened.
+        if let Ok(lock) = File::open(&folder)
+            && lock.try_lock().is_ok()
+        {
+            let _ = fs::remove_dir_all(&folder);
+        }
+    }
+}
+
+/// Names of the folders begin with this.
+const SCRATCH: &str = "elasticdl-replay-";
 /// Number of records that the text names.
 const SHOWN: usize = 16;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folders_of_killed_processes_are_removed_and_those_in_use_are_left_alone() {
+        let parent = tempfile::tempdir().unwrap();
+        let [killed, other] = ["elasticdl-replay-0123456789ab", "elasticdl-replay-mine"]
+            .map(|n| parent.path().join(n));
+        fs::create_dir_all(killed.join("job/logs")).unwrap();
+        fs::create_dir(&other).unwrap();
+        let first = Scratch::create(parent.path()).unwrap();
+        assert!(!killed.exists() && other.exists());
+        let second = Scratch::create(parent.path()).unwrap();
+        assert!(first.path.is_dir() && second.path.is_dir());
+        let path = first.path.clone();
+        drop(first);
+        assert!(!path.exists() && second.path.is_dir());
+    }
+}

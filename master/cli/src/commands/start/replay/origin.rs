@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use elasticdl_master::job::{Batch, JobSpec, ShuffleMode};
+use elasticdl_master::job::{Batch, JobSpec};
 use elasticdl_master::jobdir;
 use elasticdl_master::kube::client::ClusterChoice;
 use elasticdl_master::lineage::{CompleteCheckpoint, JobFacts, LineageError};
@@ -78,14 +78,8 @@ impl Origin {
             format!("--seed {seed}")
         })?;
         agree(is_given("shuffle"), &mut spec.options.shuffle, &job.options.shuffle, |shuffle| {
-            let mode = match shuffle.mode {
-                ShuffleMode::Auto => "auto",
-                ShuffleMode::Block => "block",
-                ShuffleMode::None => "none",
-                ShuffleMode::Record => "record",
-            };
             let buffer = shuffle.buffer.map(|records| format!(":{records}")).unwrap_or_default();
-            format!("--shuffle {mode}{buffer}")
+            format!("--shuffle {}{buffer}", shuffle.mode.name())
         })?;
         agree(
             is_given("micro_batch"),
@@ -213,6 +207,7 @@ mod tests {
             begun: Some(Begun::default()),
             progress,
             checkpoints: None,
+            folder: None,
         };
         Origin { facts }
     }
