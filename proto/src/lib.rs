@@ -49,7 +49,7 @@ pub use status::{
     DisconnectedStatus, LaunchStatus, PriorityTierStatus, ShardCounts, Status, WorkerStatus,
 };
 pub use summary::{
-    BestEvaluation, Cause, CheckpointsSummary, EvaluationsSummary, FailedShard, LossSummary,
-    MembershipChange, RecordsSummary, RestoredCheckpoint, SavedCheckpoint, SkippedRecords,
-    StateLoss, Summary, ThroughputSummary, WorkersSummary,
+    AuditSummary, BestEvaluation, Cause, CheckpointsSummary, EvaluationsSummary, FailedShard,
+    LossSummary, MembershipChange, RecordsSummary, RestoredCheckpoint, SavedCheckpoint,
+    SkippedRecords, StateLoss, Summary, ThroughputSummary, WorkersSummary,
 };

@@ -90,12 +90,15 @@ pub enum WorkerMessage {
         /// Sums by metric; empty for predictions.
         metrics: BTreeMap<String, f64>,
     },
-    /// Replicas of the group's state differ, and this worker gives up its own; the worker ends.
+    /// Replicas of the group's state differ, or results of an audit do, and this worker gives up
+    /// its state; the worker ends.
     Diverged {
         /// Which workers, since when, and what speaks for which cause.
         error: String,
         /// Whether most replicas are equal. If not, no state of the group can be trusted.
         has_majority: bool,
+        /// Whether an audit has found it.
+        by_audit: bool,
     },
     /// The user's code failed; the worker ends.
     Failed {
@@ -289,6 +292,8 @@ pub struct Committed {
     pub epoch_step: Option<u64>,
     /// The model's tables; `None` if it has none. Boxed, as most messages are short.
     pub tables: Option<Box<TablesStatus>>,
+    /// Number of these steps whose records were all computed by two ranks, with equal results.
+    pub steps_audited: u64,
 }
 
 /// What a rank did in a step.

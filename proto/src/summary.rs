@@ -53,6 +53,9 @@ pub struct Summary {
     /// Steps skipped because gradients were not finite; their records count as trained.
     #[serde(default)]
     pub steps_skipped: u64,
+    /// What audits have found; `None` if the job audits no step.
+    #[serde(default)]
+    pub audit: Option<AuditSummary>,
     /// Touches of the rows of the model's tables, if it has tables.
     pub row_touches: Option<RowTouchesSummary>,
     /// Set if all copies of rows of tables, or of parts of a sharded optimizer's state, were lost.
@@ -322,6 +325,18 @@ pub struct BestEvaluation {
     pub export: Option<String>,
 }
 
+/// What the audits of a training job have found. The names of its fields are a public format.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AuditSummary {
+    /// Committed steps whose records were all computed by two workers, with equal results. A step
+    /// that was committed just before its group was lost may not be counted.
+    pub steps: u64,
+    /// How often results differed, so that no worker applied the step and some were replaced.
+    pub disagreements: u64,
+    /// Workers that were replaced for it.
+    pub workers_replaced: u64,
+}
+
 /// Losses of a state of which there was no checkpoint, with all workers or with all copies of rows.
 /// The names of its fields are a public format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -449,6 +464,7 @@ pub(crate) mod tests {
                 first_file: "_SUCCESS".into(),
             }),
             steps_skipped: 4,
+            audit: Some(AuditSummary { steps: 5, disagreements: 1, workers_replaced: 2 }),
             row_touches: Some(RowTouchesSummary {
                 missing: 1,
                 repeated: 2,
@@ -508,6 +524,7 @@ pub(crate) mod tests {
             "records_skipped": {"bad": 2, "nulls": 1, "first": ["a.csv line 3: 1 column"],
                 "files": 3, "first_file": "_SUCCESS"},
             "steps_skipped": 4,
+            "audit": {"steps": 5, "disagreements": 1, "workers_replaced": 2},
             "row_touches": {"expected": 9, "counted": 9, "missing": 1, "repeated": 2},
             "rows_lost": {"count": 1, "at_step": 7, "row_touches": 30, "missing": 2},
             "state_lost": {"count": 1, "at_step": 8},

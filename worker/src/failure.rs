@@ -7,7 +7,7 @@ use elasticdl_collective::device::DeviceError;
 use elasticdl_proto::{RecordRange, WorkerMessage};
 
 use crate::metrics::UserError;
-use crate::session::replicas::Verdict;
+use crate::session::replicas::{Found, StateMismatch};
 
 /// Why this worker cannot continue. The text appears in the job's summary.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,8 +20,17 @@ pub(crate) struct Failure {
     pub(crate) fatal: bool,
     /// Whether it has exported the model beside the job's export.
     pub(crate) exported: bool,
-    /// Set if this worker gives up its state because replicas differ.
-    pub(crate) verdict: Option<Verdict>,
+    /// Set if this worker gives up its state because replicas or results differ.
+    pub(crate) divergence: Option<Divergence>,
+}
+
+/// How replicas or results differ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Divergence {
+    /// Whether those of most ranks are equal.
+    has_majority: bool,
+    /// Whether an audit has found it.
+    by_audit: bool,
 }
 
 impl Failure {
@@ -36,19 +45,24 @@ impl Failure {
 
     /// A failure of this worker while it processed these records.
     pub(crate) fn on_records(error: String, ranges: Vec<RecordRange>) -> Self {
-        Self { error, ranges, fatal: false, exported: false, verdict: None }
+        Self { error, ranges, fatal: false, exported: false, divergence: None }
     }
 
-    /// Replicas differ, and this worker gives up its state.
-    pub(crate) fn diverged(error: String, verdict: Verdict) -> Self {
-        Self { verdict: Some(verdict), ..Self::local(error) }
+    /// Replicas or results differ, and this worker gives up its state.
+    pub(crate) fn diverged(mismatch: &StateMismatch) -> Self {
+        let by_audit = matches!(mismatch.found, Found::Audit(_));
+        let has_majority = mismatch.verdict.has_majority;
+        let divergence = Some(Divergence { has_majority, by_audit });
+        Self { divergence, ..Self::local(mismatch.to_string()) }
     }
 
     /// The report to the master.
     pub(crate) fn to_message(&self) -> WorkerMessage {
-        let Self { error, ranges, fatal, exported, verdict } = self.clone();
-        match verdict {
-            Some(Verdict { has_majority, .. }) => WorkerMessage::Diverged { error, has_majority },
+        let Self { error, ranges, fatal, exported, divergence } = self.clone();
+        match divergence {
+            Some(Divergence { has_majority, by_audit }) => {
+                WorkerMessage::Diverged { error, has_majority, by_audit }
+            }
             None => WorkerMessage::Failed { error, ranges, fatal, exported },
         }
     }

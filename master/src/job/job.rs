@@ -158,8 +158,11 @@ impl Job {
             WorkerMessage::Described(outcome, order) => {
                 self.on_described(now, worker, outcome, order)
             }
-            WorkerMessage::Diverged { error, has_majority } => {
-                self.on_diverged(now, worker, &error, has_majority);
+            WorkerMessage::Diverged { error, has_majority, by_audit } => {
+                let replaced = self.on_diverged(now, worker, &error, has_majority);
+                if by_audit {
+                    self.reporting.note_audit(replaced.is_first, replaced.workers);
+                }
             }
             WorkerMessage::Evaluated(report) => {
                 self.note_evaluation(now);

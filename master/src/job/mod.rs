@@ -84,10 +84,10 @@ mod workers;
 
 pub use action::{Action, MasterMessage, Membership, Outcome};
 pub use elasticdl_proto::{
-    BestEvaluation, Cause, CheckpointsSummary, EvaluationsSummary, FailedShard, LaunchStatus,
-    LossSummary, MembershipChange, PriorityTierStatus, RecordsSummary, RestoredCheckpoint,
-    RowsLoss, SavedCheckpoint, ShardCounts, StateLoss, Status, Summary, ThroughputSummary,
-    WorkerStatus, WorkersSummary,
+    AuditSummary, BestEvaluation, Cause, CheckpointsSummary, EvaluationsSummary, FailedShard,
+    LaunchStatus, LossSummary, MembershipChange, PriorityTierStatus, RecordsSummary,
+    RestoredCheckpoint, RowsLoss, SavedCheckpoint, ShardCounts, StateLoss, Status, Summary,
+    ThroughputSummary, WorkerStatus, WorkersSummary,
 };
 pub use event::{
     CheckpointNews, Committed, ConnectionId, Evaluated, Event, Exit, Failure, Finished, Heartbeat,

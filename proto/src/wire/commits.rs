@@ -45,6 +45,7 @@ pub(super) fn committed(report: v1::Committed) -> Checked<Committed> {
         tables: report.tables.map(|v1::Tables { rows, touches, shards_at_risk }| {
             Box::new(TablesStatus { rows, touches, shards_at_risk })
         }),
+        steps_audited: within("committed.steps_audited", report.steps_audited, 0, STEPS_MAX)?,
     })
 }
 

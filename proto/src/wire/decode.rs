@@ -107,8 +107,9 @@ fn worker_message(kind: worker_message::Kind) -> Checked<WorkerMessage> {
             let order = described.order.map(order::decode).transpose()?;
             WorkerMessage::Described(description(described.outcome)?, order)
         }
-        Kind::Diverged(v1::Diverged { error, has_majority }) => {
-            WorkerMessage::Diverged { error: clip(error, ERROR_BYTES_MAX), has_majority }
+        Kind::Diverged(v1::Diverged { error, has_majority, by_audit }) => {
+            let error = clip(error, ERROR_BYTES_MAX);
+            WorkerMessage::Diverged { error, has_majority, by_audit }
         }
         Kind::Done(done) => shard_done(done)?,
         Kind::Evaluated(report) => WorkerMessage::Evaluated(evaluated(report)?),

@@ -68,8 +68,8 @@ fn worker_message(message: WorkerMessage) -> worker_message::Kind {
             let order = order.map(order::encode);
             Kind::Described(v1::Described { outcome: Some(outcome), order })
         }
-        WorkerMessage::Diverged { error, has_majority } => {
-            Kind::Diverged(v1::Diverged { error, has_majority })
+        WorkerMessage::Diverged { error, has_majority, by_audit } => {
+            Kind::Diverged(v1::Diverged { error, has_majority, by_audit })
         }
         WorkerMessage::Evaluated(report) => Kind::Evaluated(evaluated(report)),
         WorkerMessage::Failed { error, ranges: found, fatal, exported } => {
@@ -159,6 +159,7 @@ fn committed(report: Committed) -> v1::Committed {
             let TablesStatus { rows, touches, shards_at_risk } = *tables;
             v1::Tables { rows, touches, shards_at_risk }
         }),
+        steps_audited: report.steps_audited,
     }
 }
 

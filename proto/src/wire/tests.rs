@@ -74,6 +74,7 @@ fn commit() -> v1::Committed {
         last_loss: Some(0.25),
         epoch_step: Some(8),
         tables: Some(v1::Tables { rows: 30, touches: 64, shards_at_risk: 5 }),
+        steps_audited: 2,
     }
 }
 
@@ -194,6 +195,7 @@ fn every_message_of_a_worker_keeps_every_field() {
             last_loss: Some(0.25),
             epoch_step: Some(8),
             tables: Some(Box::new(TablesStatus { rows: 30, touches: 64, shards_at_risk: 5 })),
+            steps_audited: 2,
         }),
         WorkerMessage::Described(Ok(FileList::pack([("a", 3), ("b", 0)])), Some(ORDER)),
         WorkerMessage::Described(Err("no such file".into()), None),
@@ -209,7 +211,11 @@ fn every_message_of_a_worker_keeps_every_field() {
             records: 5,
             metrics: [("loss".into(), Some(0.5)), ("nan".into(), None)].into(),
         }),
-        WorkerMessage::Diverged { error: "replicas differ".into(), has_majority: true },
+        WorkerMessage::Diverged {
+            error: "replicas differ".into(),
+            has_majority: true,
+            by_audit: true,
+        },
         WorkerMessage::Failed {
             error: "bad".into(),
             ranges: ranges.clone(),

@@ -44,6 +44,9 @@ fn a_worker_that_computes_wrongly_is_replaced_before_the_step_is_applied() {
         ended.assert_exactly_once(fault, fixture.records, 2);
         let summary = ended.summary();
         assert_eq!(summary.workers.restarts, 1, "{fault}: {}", ended.output);
+        let audit = summary.audit.unwrap();
+        assert_eq!((audit.disagreements, audit.workers_replaced), (1, 1), "{fault}: {audit:?}");
+        assert!(audit.steps <= summary.steps, "{fault}: {audit:?}");
         assert!(summary.state_lost.is_none(), "{fault}: {}", ended.output);
         assert_eq!(summary.digest, expected, "{fault}: {}", ended.output);
         for part in ["wrong arithmetic: worker 2 on ", "one worker alone differs"] {
@@ -61,7 +64,10 @@ fn two_workers_that_stand_by_their_results_are_replaced_and_the_newest_checkpoin
     let ended = run(&fixture, "100%", &[]);
     ended.assert_exactly_once("one of two computes wrongly", fixture.records, 2);
     assert!(ended.output.contains("none can tell which is right"), "{}", ended.output);
-    assert_eq!(ended.summary().digest, digest(), "{}", ended.output);
+    let summary = ended.summary();
+    assert_eq!(summary.digest, digest(), "{}", ended.output);
+    let audit = summary.audit.unwrap();
+    assert_eq!((audit.disagreements, audit.workers_replaced), (1, 2), "{}", ended.output);
 }
 
 #[test]
@@ -70,7 +76,13 @@ fn an_undisturbed_job_is_audited_without_an_alarm() {
         let fixture = fixture(workers, None);
         let ended = run(&fixture, share, &[]);
         ended.assert_exactly_once(share, fixture.records, 2);
-        assert_eq!(ended.summary().workers.restarts, 0, "{}", ended.output);
+        let summary = ended.summary();
+        assert_eq!(summary.workers.restarts, 0, "{}", ended.output);
+        let audit = summary.audit.unwrap();
+        assert_eq!((audit.disagreements, audit.workers_replaced), (0, 0));
+        let (steps, all) = (audit.steps, summary.steps);
+        let is_share = if share == "100%" { steps == all } else { (1..all).contains(&steps) };
+        assert!(is_share, "{share}: {steps} of {all}: {}", ended.output);
     }
 }
 

@@ -163,12 +163,14 @@ impl Assignment {
         header.readable = if self.has_unread { Some(0) } else { self.readable };
     }
 
-    /// Takes the gradient that a step of this round has absorbed.
-    pub(super) fn commit(&mut self, job: &JobPlan, headers: &[StepHeader]) {
-        self.audit.commit(job, headers);
+    /// Takes the gradient that a step of this round has absorbed. Returns whether the step was
+    /// audited.
+    pub(super) fn commit(&mut self, job: &JobPlan, headers: &[StepHeader]) -> bool {
+        let is_audited = self.audit.commit(job, headers);
         let pending = std::mem::take(&mut self.pending);
         let records = pending.ranges.iter().map(RecordRange::len).sum();
         self.pace.note(records, pending.compute_us);
+        is_audited
     }
 
     /// Discards the pending gradient: it is that of a state which this rank gives up.

@@ -95,14 +95,16 @@ impl Audit {
         is_any.then_some(AuditHeader { own, of_others, again: Vec::new() })
     }
 
-    /// The step of these headers is committed.
-    pub(super) fn commit(&mut self, job: &JobPlan, headers: &[StepHeader]) {
-        let (Some(plan), Some(first)) = (job.audit, headers.first()) else { return };
+    /// The step of these headers is committed. Returns whether all of it was audited.
+    pub(super) fn commit(&mut self, job: &JobPlan, headers: &[StepHeader]) -> bool {
+        let (Some(plan), Some(first)) = (job.audit, headers.first()) else { return false };
         let was_due = self.is_owed
             || plan.chooses(first.step)
             || headers.iter().any(|header| header.audit.is_some());
         self.forget();
-        self.is_owed = was_due && !headers.iter().all(|header| is_audited(header, headers));
+        let is_whole = headers.iter().all(|header| is_audited(header, headers));
+        self.is_owed = was_due && !is_whole;
+        was_due && is_whole
     }
 
     /// The pending gradient is absorbed, or given up.

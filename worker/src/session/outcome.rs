@@ -152,8 +152,9 @@ impl Session {
         if let Phase::Round { group, .. } = &self.phase {
             // In a round every rank's gradient is part of the step. In a repair the ledger decides
             // (see `repaired`).
-            self.assignment.commit(&self.job, &headers);
+            let is_audited = self.assignment.commit(&self.job, &headers);
             if group.rank == 0 {
+                self.reports.note_audit(is_audited);
                 if completes_epoch {
                     self.reports.note_epoch();
                 }

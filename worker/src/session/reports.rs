@@ -62,6 +62,11 @@ impl Reports {
         self.progress.epoch_step = Some(self.progress.step);
     }
 
+    /// Notes whether the last step was audited.
+    pub(super) fn note_audit(&mut self, is_audited: bool) {
+        self.progress.steps_audited += u64::from(is_audited);
+    }
+
     /// Notes what the ranks did in the last step, and reports it if the last report is old.
     pub(super) fn note_progress(
         &mut self,

@@ -76,7 +76,7 @@ impl<M: Model> Trainer<'_, M> {
     /// This worker fails at once.
     pub(super) fn halt_of_program(&mut self, stopped: Stopped) -> Result<(), Stopped> {
         match stopped {
-            Stopped::Failed(Failure { error, ranges, fatal: false, verdict: None, .. })
+            Stopped::Failed(Failure { error, ranges, fatal: false, divergence: None, .. })
                 if !ranges.is_empty() =>
             {
                 tracing::error!(error, "the program has failed; this worker ends with the round");

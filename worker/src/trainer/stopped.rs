@@ -84,9 +84,8 @@ pub(super) fn group_mismatch(mismatch: &GroupMismatch) -> Stopped {
 }
 
 pub(super) fn state_mismatch(mismatch: &StateMismatch) -> Stopped {
-    let text = mismatch.to_string();
     match mismatch.is_failing() {
-        true => Stopped::Failed(Failure::diverged(text, mismatch.verdict.clone())),
-        false => Stopped::Left(text),
+        true => Stopped::Failed(Failure::diverged(mismatch)),
+        false => Stopped::Left(mismatch.to_string()),
     }
 }

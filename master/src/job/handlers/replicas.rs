@@ -23,15 +23,18 @@ impl Job {
         worker: WorkerId,
         error: &str,
         has_majority: bool,
-    ) {
+    ) -> WorkersReplaced {
         self.out.mark_dirty();
+        let was_released = self.workers.get(worker).is_some_and(Worker::is_released);
+        let mut workers = u64::from(!was_released);
         self.count_exit(worker);
         if has_majority {
             self.avoid_node_of(now, worker);
         }
         // A failed worker ends by itself.
         self.forget_with_pod(now, worker, FAILED_GRACE);
-        match self.lifecycle.note_divergence(self.data.step()) {
+        let known = self.lifecycle.note_divergence(self.data.step());
+        match known {
             Some(again) => {
                 let again = if again { AGAIN } else { "" };
                 let what = format!("worker {worker} failed: {}{again}", clip(error));
@@ -41,26 +44,38 @@ impl Job {
             None => self.log_event(format!("worker {worker} gives up its state, too")),
         }
         if !has_majority && self.lifecycle.is_running() {
-            self.distrust_states(now);
+            workers += self.distrust_states(now);
         }
         self.reconcile(now);
+        WorkersReplaced { workers, is_first: known.is_some() }
     }
 
     /// Replaces all workers that have the group's state, or a copy: some may not have learned that
-    /// it cannot be trusted.
-    fn distrust_states(&mut self, now: Time) {
+    /// it cannot be trusted. Returns their number.
+    fn distrust_states(&mut self, now: Time) -> u64 {
         let has_state = |w: &Worker| w.has_state() || w.stage() == Stage::Fetching;
-        for id in self.workers.select(|w| has_state(w) && !w.is_released()) {
+        let connected = self.workers.select(|w| has_state(w) && !w.is_released());
+        for &id in &connected {
             self.release(now, id, "replicas differ, and its state may be wrong");
         }
         let disconnected = self.workers.disconnected().filter(|(_, d)| d.holds_state);
         let disconnected: Vec<LaunchId> = disconnected.map(|(launch, _)| launch).collect();
-        for launch in disconnected {
+        for &launch in &disconnected {
             self.forget_disconnected(launch);
             self.kill(launch);
         }
         self.launch_missing(now);
+        (connected.len() + disconnected.len()) as u64
     }
+}
+
+/// What has followed from the report of a worker that gives up its state.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct WorkersReplaced {
+    /// Number of workers that are replaced.
+    pub(crate) workers: u64,
+    /// Whether the report is the first one of this difference.
+    pub(crate) is_first: bool,
 }
 
 /// What a difference shows that follows another one without progress.

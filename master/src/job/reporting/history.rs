@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use elasticdl_proto::{
-    Cause, CheckpointsSummary, Evaluated, EvaluationsSummary, FailedShard, Generation, LossSummary,
-    MembershipChange, RowsLoss, SavedCheckpoint, SkippedRecords, StateLoss, TablesStatus,
-    ThroughputSummary, WorkerId,
+    AuditSummary, Cause, CheckpointsSummary, Evaluated, EvaluationsSummary, FailedShard,
+    Generation, LossSummary, MembershipChange, RowsLoss, SavedCheckpoint, SkippedRecords,
+    StateLoss, TablesStatus, ThroughputSummary, WorkerId,
 };
 use serde::{Deserialize, Serialize};
 
@@ -110,6 +110,8 @@ pub(crate) struct Totals {
     pub(crate) checkpoints: CheckpointsSummary,
     /// Steps without an update, of those that the state contains.
     pub(super) steps_skipped: u64,
+    #[serde(default)]
+    pub(super) audit: AuditSummary,
     pub(super) state_lost: Option<StateLoss>,
     #[serde(default)]
     pub(super) rows_lost: Option<RowsLoss>,
@@ -173,15 +175,6 @@ impl JobHistory {
     /// When the group last reported commits.
     pub(crate) fn reported_last(&self) -> Time {
         self.totals.reported_last
-    }
-
-    /// Notes that the state contains `total` skipped steps. Returns a log line for the 1st, 2nd,
-    /// 4th, 8th and so on.
-    pub(crate) fn skip(&mut self, total: u64) -> Option<String> {
-        let before = std::mem::replace(&mut self.totals.steps_skipped, total);
-        let is_told = total > before && total.checked_ilog2() > before.checked_ilog2();
-        let times = if total == 1 { "1 step was" } else { &format!("{total} steps were") };
-        is_told.then(|| format!("{times} skipped so far because a gradient or loss was not finite"))
     }
 
     pub(crate) fn log_event(&mut self, line: &str) {
@@ -331,6 +324,7 @@ impl JobHistory {
         self.tables = report.tables.as_deref().copied();
         self.count(now, report.records);
         self.counters.commit(steps, report);
+        self.count_audited(report.steps_audited);
     }
 
     /// Notes a shard of an inference job, with the sum of losses over its records.

@@ -9,5 +9,6 @@ mod lost_rows;
 mod news;
 mod smoothed;
 pub(crate) mod speed;
+mod steps;
 mod storage_waits;
 pub(crate) mod views;

@@ -304,6 +304,7 @@ impl Job {
             failed_shards: self.reporting.failed_shards(),
             records_skipped: self.reporting.totals.records_skipped.clone(),
             steps_skipped: self.reporting.totals.steps_skipped,
+            audit: (self.spec.options.audit > 0).then_some(self.reporting.totals.audit),
             row_touches: self.reporting.final_report().and_then(|f| f.row_touches).map(Into::into),
             rows_lost: self.reporting.rows_lost(),
             state_lost: self.reporting.totals.state_lost,

@@ -408,7 +408,7 @@ fn with_pending_replacements_the_group_waits_for_half_of_the_grace_period() {
 }
 
 fn diverged(has_majority: bool) -> WorkerMessage {
-    WorkerMessage::Diverged { error: "replicas differ".into(), has_majority }
+    WorkerMessage::Diverged { error: "replicas differ".into(), has_majority, by_audit: false }
 }
 
 #[test]
@@ -419,6 +419,27 @@ fn replicas_that_differ_are_one_failure_however_many_give_up_their_states() {
     assert_eq!(job.lifecycle.failures(), 1);
     // The majority stays.
     assert!(job.workers.is_connected(WorkerId(1)) && job.lifecycle.is_running());
+}
+
+#[test]
+fn the_summary_has_what_audits_have_found() {
+    let audit = |has_majority| {
+        let mut spec = JobSpec { max_worker_restarts: 9, ..spec() };
+        spec.options.audit = 1;
+        let mut job = started(spec, &[20]);
+        let WorkerMessage::Committed(report) = committed(1, 3, &[(0, 12)]) else { panic!() };
+        let report = Committed { steps_audited: 2, ..report };
+        deliver(&mut job, 1, WorkerMessage::Committed(report));
+        for worker in [2, 3] {
+            let error = "wrong arithmetic".into();
+            let found = WorkerMessage::Diverged { error, has_majority, by_audit: true };
+            deliver(&mut job, worker, found);
+        }
+        let found = job.summary(at(1)).audit.unwrap();
+        (found.steps, found.disagreements, found.workers_replaced)
+    };
+    assert_eq!((audit(true), audit(false)), ((2, 1, 2), (2, 1, 3)));
+    assert_eq!(started(spec(), &[20]).summary(at(1)).audit, None);
 }
 
 #[test]

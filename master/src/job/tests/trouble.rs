@@ -115,7 +115,7 @@ fn the_node_of_a_worker_that_is_alone_with_its_state_or_result_is_avoided() {
         let mut job = started(spec(), &[20]);
         locate(&mut job, 2, "b");
         let error = "it differs".to_owned();
-        deliver(&mut job, 2, WorkerMessage::Diverged { error, has_majority });
+        deliver(&mut job, 2, WorkerMessage::Diverged { error, has_majority, by_audit: true });
         assert_eq!(job.lifecycle.avoided_node(at(1)), has_majority.then_some("b"));
     }
 }
