@@ -183,6 +183,12 @@ impl Schedule {
     /// The job, with the options that do not depend on its checkpoints.
     fn command(&self, fixture: &JobFixture) -> Command {
         let command = fixture.command(self.seed);
+        // Of a worker that the master's kills do not reach, it sees the exit code of a shell, which
+        // counts as a failure of the program.
+        let command = match self.evicts {
+            true => command.option("max-worker-restarts", "1000"),
+            false => command,
+        };
         let flags = [
             ("deterministic", self.is_deterministic),
             ("shard-optimizer", self.divided == Divided::Optimizer),
