@@ -186,9 +186,9 @@ pub struct WorkerStatus {
     pub pid: u32,
     /// Its rank in the newest generation; `None` while it is no member.
     pub rank: Option<u32>,
-    /// `joining`, `describing`, `preparing`, `fetching`, `ready`, `training`, `serving` of a table
-    /// server, `evaluating`, `predicting`, `leaving`, `finished`, `ending`, or `disconnected` while
-    /// it is silent.
+    /// `joining`, `describing`, `preparing`, `fetching`, `ready` to join, `spare` in its place,
+    /// `training`, `serving` of a table server, `evaluating`, `predicting`, `leaving`, `finished`,
+    /// `ending`, or `disconnected` while it is silent.
     pub state: Cow<'static, str>,
     /// Steps that its state contains, which are the group's; `None` while it does not have the
     /// group's state.

@@ -129,7 +129,7 @@ impl Leader<'_> {
         )?;
         let pod_factory = PodFactory {
             template,
-            table_servers: table_server.map(|pod| (task.job.max_workers, pod)),
+            table_servers: table_server.map(|pod| (task.job.server_slots().start, pod)),
             anchor: meta,
             master: address,
             min_workers: task.job.min_workers,

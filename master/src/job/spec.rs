@@ -27,6 +27,9 @@ pub struct JobSpec {
     pub min_workers: u32,
     /// `num_workers` can be raised up to this.
     pub max_workers: u32,
+    /// Workers beyond `num_workers` that follow the group's state, and take the place of members
+    /// that are lost.
+    pub spares: u32,
     /// Workers that start and leave together; numbers of workers are multiples of it.
     pub workers_per_pod: u32,
     /// Records of a shard of an inference job; `None` chooses from the size of the data set.
@@ -64,6 +67,7 @@ impl JobSpec {
             num_workers,
             min_workers: 1,
             max_workers: num_workers,
+            spares: 0,
             workers_per_pod: 1,
             records_per_shard: None,
             max_worker_restarts: 0,
@@ -76,8 +80,10 @@ impl JobSpec {
     }
 
     /// Slots of the table servers: those after all workers'.
-    pub(crate) fn server_slots(&self) -> Range<u32> {
-        self.max_workers..self.max_workers + self.options.table_servers
+    #[must_use]
+    pub fn server_slots(&self) -> Range<u32> {
+        let first = self.max_workers + self.spares;
+        first..first + self.options.table_servers
     }
 
     /// Whether a model is exported: the last one, or the best.
@@ -123,16 +129,16 @@ impl JobSpec {
         if self.max_workers > WORKERS_MAX {
             return one_of("max_workers", self.max_workers.to_string(), "at most 16384");
         }
-        if self.options.table_servers > WORKERS_MAX - self.max_workers {
-            let wanted = "with max_workers at most 16384";
-            return one_of("table_servers", self.options.table_servers.to_string(), wanted);
-        }
-        if self.options.table_servers > 0 && !self.options.work.trains() {
-            return one_of(
-                "table_servers",
-                self.options.table_servers.to_string(),
-                "0 without training",
-            );
+        let beside = [("spares", self.spares), ("table_servers", self.options.table_servers)];
+        let mut room = WORKERS_MAX - self.max_workers;
+        for (field, number) in beside {
+            let Some(left) = room.checked_sub(number) else {
+                return one_of(field, number.to_string(), "with max_workers at most 16384");
+            };
+            room = left;
+            if number > 0 && !self.options.work.trains() {
+                return one_of(field, number.to_string(), "0 without training");
+            }
         }
         if !(self.min_workers..=self.max_workers).contains(&self.num_workers) {
             return one_of(
@@ -148,10 +154,9 @@ impl JobSpec {
             ("min_workers", self.min_workers),
             ("num_workers", self.num_workers),
             ("max_workers", self.max_workers),
-            ("table_servers", self.options.table_servers),
         ];
         if let Some((field, number)) =
-            numbers.into_iter().find(|(_, n)| !n.is_multiple_of(self.workers_per_pod))
+            numbers.into_iter().chain(beside).find(|(_, n)| !n.is_multiple_of(self.workers_per_pod))
         {
             return one_of(field, number.to_string(), "a multiple of workers_per_pod");
         }

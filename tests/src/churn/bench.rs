@@ -7,7 +7,7 @@ use std::ffi::OsString;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use elasticdl_proto::Summary;
+use elasticdl_proto::{Summary, WorkerStatus};
 use rand::RngExt as _;
 use rand::SeedableRng;
 use rand::rngs::ChaCha8Rng;
@@ -22,6 +22,8 @@ use crate::{Command, Network, Running, counting_data, is_alive, send};
 pub struct DisturbedJob {
     /// Workers that it begins with.
     pub workers: u32,
+    /// Workers beyond them that take the places of lost ones.
+    pub spares: u32,
     /// Arguments of this program as the job's worker; `--event-logs FOLDER` is added.
     pub program: Vec<OsString>,
     /// Options of `elasticdl train`, with their values.
@@ -43,6 +45,7 @@ pub struct Bench {
     /// What its workers have done.
     pub logs: EventLogs,
     workers: usize,
+    spares: usize,
     /// Steps between two events.
     rest_steps: u64,
     rng: ChaCha8Rng,
@@ -89,6 +92,7 @@ impl Bench {
             .option("max-workers", (workers + 1).to_string())
             .option("global-batch-size", (workers * RECORDS_PER_WORKER).to_string())
             .option("max-worker-restarts", "1000")
+            .option("spares", disturbed.spares.to_string())
             .option("checkpoint-dir", "none");
         for (name, value) in &disturbed.options {
             job = job.option(name, value);
@@ -98,8 +102,9 @@ impl Bench {
             job = job.started_by(network.on(0)).option("listen", network.address(0));
         }
         let (job, rng) = (job.start(), ChaCha8Rng::seed_from_u64(7));
+        let (workers, spares) = (workers as usize, disturbed.spares as usize);
         let rest_steps = disturbed.rest_steps;
-        let mut bench = Self { job, logs, workers: workers as usize, rest_steps, rng, network };
+        let mut bench = Self { job, logs, workers, spares, rest_steps, rng, network };
         bench.wait_whole()?;
         while bench.step() < disturbed.first_steps {
             let step = bench.step();
@@ -114,6 +119,11 @@ impl Bench {
     /// at rest.
     pub fn settle(&mut self) -> Result<(), Box<dyn Error>> {
         self.wait_whole()?;
+        self.wait_for("the spares", |bench| {
+            let is_spare = |worker: &&WorkerStatus| worker.state == "spare";
+            bench.spares == 0
+                || bench.job.status().workers.iter().filter(is_spare).count() == bench.spares
+        })?;
         let (since, from) = (now(), self.step());
         // At different parts of a step.
         let pause =
@@ -124,11 +134,12 @@ impl Bench {
         self.wait_whole()
     }
 
-    /// Waits until the wanted number of workers contributes, and no others are left.
+    /// Waits until the wanted number of workers contributes, and no others but spares are left.
     pub fn wait_whole(&mut self) -> Result<(), Box<dyn Error>> {
         self.wait_for("all members", |bench| {
-            bench.logs.living().count() == bench.workers
-                && bench.logs.living().all(|log| log.contribution().is_some())
+            let living = || bench.logs.living();
+            living().count() == bench.workers + bench.spares
+                && living().filter(|log| log.contribution().is_some()).count() == bench.workers
         })
     }
 

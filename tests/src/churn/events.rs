@@ -70,6 +70,8 @@ pub struct Measured {
     /// For each event that takes a worker away, the time from it to the first commit of the group
     /// without that worker.
     pub recoveries: Vec<f64>,
+    /// For each of these events, the time from it until all workers contribute again.
+    pub full_strength: Vec<f64>,
     /// See [`DisturbedEnded::steps_lost`].
     pub steps_lost: usize,
     /// See [`DisturbedEnded::records_lost_and_repeated`].
@@ -180,6 +182,7 @@ impl Measured {
             "before_ms": spread(&mut self.quiet.clone()),
             "switch_ms": spread(&mut self.switches.clone()),
             "latency_ms": spread(&mut self.latencies.clone()),
+            "full_strength_ms": spread(&mut self.full_strength.clone()),
             "phases_p50_ms": parts(&self.phases),
             "switch_phases_p50_ms": parts(&self.switch_phases),
         })
@@ -231,6 +234,7 @@ impl Measured {
         self.gaps.push(longest(from, to));
         if event.victim.is_some() {
             self.recoveries.push(ms(to.saturating_sub(event.at)));
+            self.full_strength.push(ms(event.until - event.at));
         }
         if let Some((step, record)) = switch {
             // The generation of a join is that of the two commits around it; that of another event

@@ -191,7 +191,7 @@ impl World {
 
     /// Whether a process was started as a table server.
     pub(super) fn serves_tables(&self, p: usize) -> bool {
-        self.processes[p].index >= self.setting.spec.max_workers
+        self.setting.spec.server_slots().contains(&self.processes[p].index)
     }
 
     /// Name of a process in the trace.

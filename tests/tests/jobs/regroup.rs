@@ -1,5 +1,5 @@
 //! Losses during a regroup, of the first rank, of a joining worker and its donor, of all but one
-//! worker cost no record.
+//! worker cost no record; spares take the places of lost workers at once.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -182,4 +182,37 @@ fn records_of_workers_that_join_during_kills_are_counted_exactly_once() {
         job.hurry();
         job.wait().assert_exact(&format!("seed {seed}, joins under fire"));
     }
+}
+
+#[test]
+fn spares_take_the_places_of_lost_workers_in_the_same_generation() {
+    let fixture = JobFixture::new(PROGRAMS, 3).lasting();
+    let mut job = fixture.command(0).option("spares", "2").start();
+    let two_spares = |status: &Status| {
+        let states = status.workers.iter().map(|worker| &*worker.state);
+        states.clone().filter(|state| *state == "spare").count() == 2
+            && states.filter(|state| *state == "training").count() == 3
+    };
+    for kill in [1..2, 1..3] {
+        let status = job.wait_for("two spares", two_spares);
+        let members = job.members();
+        members[kill.clone()].iter().for_each(|(_, pid)| send(*pid, Signal::KILL));
+        let gone: Vec<_> = members[kill].iter().map(|(id, _)| *id).collect();
+        job.wait_for_members_without(3, &gone);
+        assert_eq!(status.workers_desired, 3);
+    }
+    let status = job.wait_for("two spares", two_spares);
+    let spare = status.workers.iter().find(|worker| worker.state == "spare").unwrap();
+    let before = status.generation;
+    send(spare.pid, Signal::KILL);
+    job.wait_for("its replacement", |status| {
+        two_spares(status) && status.workers.iter().all(|worker| worker.worker != spare.worker)
+    });
+    assert_eq!(job.status().generation, before, "the loss of a spare changes no group");
+    fixture.hurry();
+    let ended = job.wait();
+    let records = fixture.records;
+    ended.assert_exactly_once("with spares", records, fixture.epochs);
+    let sizes: Vec<u32> = ended.memberships().iter().map(|m| m.world_size).collect();
+    assert!(sizes.iter().all(|&size| size == 3), "{sizes:?}");
 }

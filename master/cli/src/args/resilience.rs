@@ -39,6 +39,15 @@ pub(crate) struct ResilienceOptions {
     #[arg(long)]
     pub(crate) allow_mixed_builds: bool,
 
+    /// Number of workers beyond --num-workers that take the place of workers that are lost.
+    ///
+    /// A spare has loaded the program and follows the state of the group, and computes nothing:
+    /// with N spares, up to N workers that are lost at once are made up for in milliseconds,
+    /// however long a worker takes to start and to receive the state. What is lost then starts
+    /// again as a spare. Each of them needs what a worker needs, and receives each step's sum.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) spares: u32,
+
     /// Have this share of the steps computed twice, by different workers, and compared bit for bit:
     /// `1%`, or `0.0001%` to `100%`, with the percent sign.
     ///

@@ -9,8 +9,8 @@ use super::generation::{Change, Formation, Group};
 pub(crate) struct Limits {
     /// Members that are no table servers. There is always one member.
     pub(crate) min: usize,
-    /// Members.
-    pub(crate) wanted: usize,
+    /// Members that are no table servers, and table servers. Further workers are spares.
+    pub(crate) wanted: [usize; 2],
     /// Whether a group without a state still waits for workers that are starting.
     pub(crate) join_window_open: bool,
     /// Whether workers may join.
@@ -60,12 +60,24 @@ impl Group {
         let holds_state = |(_, w): &(WorkerId, Candidate)| w.holds_state;
         let stayers: Vec<(WorkerId, Candidate)> =
             survivors.iter().filter(|(_, w)| !w.is_leaving).copied().collect();
-        let vacancies = if limits.admits { limits.wanted.saturating_sub(stayers.len()) } else { 0 };
+        let vacancies = [false, true].map(|serves_tables| {
+            let taken = stayers.iter().filter(|(_, w)| w.serves_tables == serves_tables).count();
+            let wanted = limits.wanted[usize::from(serves_tables)];
+            if limits.admits { wanted.saturating_sub(taken) } else { 0 }
+        });
         // While a group trains, a joiner fetches its state first, so that no member waits for it.
         // If all wait anyway, or no member has a state, it joins without the state.
         let joiners = |may: fn(bool) -> bool| -> Vec<WorkerId> {
+            let mut left = vacancies;
+            let mut has_room = |&id: &WorkerId| {
+                let serves_tables = workers.get(id).is_some_and(|w| w.serves_tables);
+                let left = &mut left[usize::from(serves_tables)];
+                let has_room = *left > 0;
+                *left = left.saturating_sub(1);
+                has_room
+            };
             let joiners = workers.joiners().filter(|&(_, is_caught_up)| may(is_caught_up));
-            joiners.take(vacancies).map(|(id, _)| id).collect()
+            joiners.map(|(id, _)| id).filter(|id| has_room(id)).collect()
         };
         let are_enough = |members: &[WorkerId]| {
             let computes = |id: &&WorkerId| workers.get(**id).is_some_and(|w| !w.serves_tables);
@@ -85,7 +97,7 @@ impl Group {
             if self.members.iter().any(|&id| workers.get(id).is_some()) {
                 return None;
             }
-            let start = joiners.len() >= limits.wanted || !limits.join_window_open;
+            let start = joiners.len() >= limits.wanted.iter().sum() || !limits.join_window_open;
             return (start && are_enough(&joiners))
                 .then_some(Change { members: joiners, abort: self.is_broken() });
         }

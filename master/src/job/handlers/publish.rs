@@ -77,7 +77,8 @@ impl Job {
         let limits = Limits {
             // A group that only has to finish its step needs no further members.
             min: if is_ending { 0 } else { self.spec.min_workers as usize },
-            wanted: (self.lifecycle.wanted() + self.spec.options.table_servers) as usize,
+            wanted: [self.lifecycle.wanted(), self.spec.options.table_servers]
+                .map(|number| number as usize),
             join_window_open: self.lifecycle.is_join_window_open(now),
             admits: !is_ending,
             // A group that is at its end hands nothing over.

@@ -34,12 +34,12 @@ impl Job {
         let wanted = match self.data.files() {
             None if policies.starts_core_together => self.spec.min_workers,
             None if !policies.starts_together => 1,
-            None | Some(_) => self.lifecycle.wanted,
+            None | Some(_) => self.lifecycle.wanted + self.spec.spares,
         };
         if let Some(most) = &mut self.lifecycle.scheduled_most {
             *most = self.workers.scheduled().max(*most);
         }
-        let vacancies = self.workers.vacancies(wanted, self.spec.max_workers);
+        let vacancies = self.workers.vacancies(wanted, self.spec.max_workers + self.spec.spares);
         let mut servers = Vec::new();
         if self.data.files().is_some() || policies.starts_core_together || policies.starts_together
         {
@@ -258,7 +258,8 @@ impl Job {
         if !self.lifecycle.is_running() {
             return;
         }
-        for launch in self.workers.surplus(self.lifecycle.wanted) {
+        let keeps_spares = self.spec.spares > 0;
+        for launch in self.workers.surplus(self.lifecycle.wanted + self.spec.spares, keeps_spares) {
             self.retire_slot(now, launch);
         }
     }

@@ -93,7 +93,7 @@ impl Lifecycle {
         Self {
             phase: Phase::Running,
             wanted: spec.num_workers,
-            initial_launches_left: spec.num_workers + spec.options.table_servers,
+            initial_launches_left: spec.num_workers + spec.spares + spec.options.table_servers,
             restarts: Restarts::new(Time::default(), spec.max_worker_restarts, Budget::default()),
             fatal_reports: FatalReports::default(),
             failed_slots: FailedSlots::default(),

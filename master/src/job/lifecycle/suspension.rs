@@ -80,7 +80,8 @@ impl Job {
         // The workers that start now replace none that has failed.
         let staying = self.workers.launches().filter(|(_, l)| l.stays()).count();
         let staying = u32::try_from(staying).expect("launches are limited by max_workers");
-        let wanted = self.lifecycle.wanted + self.spec.options.table_servers;
+        let beside = self.spec.spares + self.spec.options.table_servers;
+        let wanted = self.lifecycle.wanted + beside;
         self.lifecycle.initial_launches_left = wanted.saturating_sub(staying);
         self.launch_missing(now);
         self.reconcile(now);

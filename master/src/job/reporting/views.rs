@@ -137,6 +137,7 @@ impl Job {
             Stage::Describing => "describing",
             Stage::Preparing => "preparing",
             Stage::Fetching => "fetching",
+            Stage::Ready if self.spec.spares > 0 => "spare",
             Stage::Ready => "ready",
             Stage::Member { .. } => match self.spec.options.work {
                 Work::Evaluate { .. } => "evaluating",

@@ -22,6 +22,7 @@ mod policies;
 mod process;
 mod reports;
 mod reserve;
+mod spares;
 mod stall;
 mod status;
 mod storage_waits;

@@ -152,17 +152,20 @@ impl WorkerTable {
     }
 
     /// The surplus pods when only `wanted` workers stay, without table servers: first pods without
-    /// a worker, then the others, each from the highest slot down.
-    pub(crate) fn surplus(&self, wanted: u32) -> Vec<LaunchId> {
+    /// a worker, then with `keeps_spares` those of members, then the others, each from the highest
+    /// slot down.
+    pub(crate) fn surplus(&self, wanted: u32, keeps_spares: bool) -> Vec<LaunchId> {
+        let is_member = |l: &Launch| l.worker().is_some_and(Worker::is_member);
         let cost = |id: LaunchId| {
             let has_worker = self.any_of_pod(id, Launch::has_registered);
-            (has_worker, std::cmp::Reverse((self.launches[&id].slot, id)), id)
+            let is_spare = keeps_spares && !self.any_of_pod(id, is_member);
+            (has_worker, is_spare, std::cmp::Reverse((self.launches[&id].slot, id)), id)
         };
         let mut staying: Vec<_> = self.staying_workers().map(cost).collect();
         staying.sort_unstable();
         let kept = wanted.div_ceil(self.workers_per_pod) as usize;
         let surplus = staying.len().saturating_sub(kept);
-        staying.into_iter().take(surplus).map(|(_, _, id)| id).collect()
+        staying.into_iter().take(surplus).map(|(.., id)| id).collect()
     }
 
     /// The pods that keep their slots.

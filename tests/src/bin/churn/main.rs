@@ -42,6 +42,9 @@ struct Arguments {
     /// Workers of the job
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(2..=1000))]
     workers: u32,
+    /// Workers beyond them that take the places of lost ones: the job's --spares
+    #[arg(long, default_value_t = 0)]
+    spares: u32,
     /// Parameters of the model
     #[arg(long, default_value_t = 1 << 20)]
     params: usize,
@@ -96,6 +99,7 @@ impl Arguments {
         let moved = self.rows * ROW_BYTES * 2 / u64::from(self.workers);
         DisturbedJob {
             workers: self.workers,
+            spares: self.spares,
             program: program.collect(),
             options,
             flags: Vec::new(),

@@ -88,6 +88,7 @@ fn cell(death: Kind, (ranks, mib): (u32, usize), events: u32) -> Result<Value, B
         settings.into_iter().flat_map(|(name, value)| [name.into(), value.to_string().into()]);
     let job = DisturbedJob {
         workers: ranks,
+        spares: 0,
         program: program.collect(),
         options: match death {
             Kind::Hang => vec![("step-timeout", HANG_TIMEOUT.into())],

@@ -64,6 +64,7 @@ impl Job {
     pub(crate) fn disturbed(&self) -> DisturbedJob {
         DisturbedJob {
             workers: 4,
+            spares: 0,
             program: self.settings(),
             options: Vec::new(),
             flags: if self.is_sharded { vec!["shard-optimizer"] } else { Vec::new() },

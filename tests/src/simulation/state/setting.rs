@@ -179,6 +179,10 @@ impl Setting {
         }
         setting.draw_rare_worlds(&mut SimRng::new(seed.rotate_left(20)));
         setting.draw_table_servers(&mut SimRng::new(seed.rotate_left(36)));
+        let spares = SimRng::new(seed.rotate_left(44)).below(12);
+        if (1..3).contains(&spares) {
+            setting.spec.spares = spares as u32 * setting.spec.workers_per_pod;
+        }
         setting
     }
 

@@ -28,6 +28,7 @@ fn describe(job: &LocalJob) -> String {
         spec.num_workers, spec.min_workers, spec.max_workers
     );
     rows.push(("workers", workers));
+    rows.extend((spec.spares > 0).then(|| ("spares", spec.spares.to_string())));
     rows.extend(describe_work(spec));
     rows.push(("directory", job.job_dir.display().to_string()));
     let path = |path: &std::path::PathBuf| path.display().to_string();

@@ -273,6 +273,7 @@ mod tests {
             num_workers: 2,
             min_workers: 1,
             max_workers: 8,
+            spares: 0,
             workers_per_pod: 1,
             records_per_shard: None,
             max_worker_restarts: 3,

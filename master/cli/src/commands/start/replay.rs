@@ -117,7 +117,7 @@ fn strip(request: &mut StartRequest, scratch: &Path) {
     (workers.num_workers, workers.max_workers) = (Some(1), Some(1));
     if let WorkOptions::Training(training, tuning) = work {
         (training.min_workers, training.export) = (None, None);
-        tuning.table_servers = 0;
+        (training.resilience.spares, tuning.table_servers) = (0, 0);
     }
 }
 

@@ -1,0 +1,72 @@
+//! Spares: workers that have the state, and are members when others are lost.
+
+use elasticdl_proto::{Generation, WorkerId, WorkerOptions};
+
+use super::super::*;
+use super::directed::{actions, at, connect, deliver, formed, launch_at, lose, memberships};
+use crate::job::testing::{dataset, spec};
+
+/// A group of three workers with so many spares, which are the last ones, and table servers.
+fn formed_with(spares: u32, table_servers: u32) -> Job {
+    let options = WorkerOptions { table_servers, ..spec().options };
+    let spec = JobSpec { num_workers: 3, max_workers: 3, spares, options, ..spec() };
+    spec.check().unwrap();
+    let mut job = Job::new(spec);
+    connect(&mut job, 1);
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[1000])), None));
+    let all = u64::from(3 + spares + table_servers);
+    (2..=all).for_each(|i| connect(&mut job, i));
+    (1..=all).for_each(|i| deliver(&mut job, i, WorkerMessage::Ready { parameters: 10 }));
+    job
+}
+
+/// The members of the last group that was published.
+fn members(job: &mut Job) -> Option<(Generation, Vec<u64>)> {
+    let (_, last) = memberships(job).pop()?;
+    Some((last.generation, last.members.iter().map(|(id, _)| id.0).collect()))
+}
+
+fn states(job: &Job) -> Vec<String> {
+    job.status(at(1)).workers.iter().map(|w| w.state.to_string()).collect()
+}
+
+#[test]
+fn a_spare_takes_the_place_of_a_lost_member_at_once_and_another_one_starts() {
+    let mut job = formed_with(1, 0);
+    assert_eq!(members(&mut job), Some((Generation(1), vec![1, 2, 3])));
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    actions(&mut job);
+    assert_eq!(states(&job), ["training", "training", "training", "spare"]);
+    assert_eq!(job.status(at(1)).workers_desired, 3);
+    lose(&mut job, 5, 2);
+    let (_, last) = memberships(&mut job).pop().unwrap();
+    assert!(last.abort);
+    assert_eq!(last.members.iter().map(|(id, _)| id.0).collect::<Vec<_>>(), [1, 3, 4]);
+    let exit = Exit::reclaimed(ReclaimCause::Unwanted, "it is not wanted any more");
+    job.handle(at(6), Event::ProcessEnded { launch: LaunchId(2), exit });
+    assert!(actions(&mut job).contains(&launch_at(5, 1)));
+}
+
+#[test]
+fn a_job_that_is_scaled_down_keeps_its_spares() {
+    let mut job = formed_with(1, 0);
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    actions(&mut job);
+    job.handle(at(1), Event::Scale { num_workers: 2 });
+    assert_eq!(members(&mut job), Some((Generation(2), vec![1, 2])));
+    assert_eq!(states(&job)[3], "spare");
+}
+
+#[test]
+fn a_spare_does_not_take_the_place_of_a_table_server() {
+    let mut job = formed_with(1, 2);
+    let servers = (1..=6).filter(|&i| job.serves_tables(WorkerId(i))).collect::<Vec<_>>();
+    let (_, first) = members(&mut job).unwrap();
+    assert_eq!((first.len(), servers.len()), (5, 2));
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    actions(&mut job);
+    lose(&mut job, 5, servers[0]);
+    let (_, next) = members(&mut job).unwrap();
+    let expected: Vec<u64> = first.into_iter().filter(|&i| i != servers[0]).collect();
+    assert_eq!(next, expected);
+}
