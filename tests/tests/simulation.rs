@@ -72,8 +72,8 @@ fn a_run_depends_on_its_seed_alone() {
 
 #[test]
 fn every_fault_at_every_point_of_a_small_job_costs_no_record() {
-    for shards in [0, 2] {
-        let job = Explored { workers: 2, steps: 2, shards };
+    for (shards, spares) in [(0, 0), (2, 0), (0, 1)] {
+        let job = Explored { workers: 2, steps: 2, spares, shards };
         let bounds =
             Bounds { job, decisions: 1, delays: 1, runs: u64::MAX, violations: 1, threads: 2 };
         let found = explore(&bounds);
@@ -84,7 +84,7 @@ fn every_fault_at_every_point_of_a_small_job_costs_no_record() {
 
 #[test]
 fn a_run_depends_on_its_decisions_alone() {
-    let job = Explored { workers: 3, steps: 2, shards: 0 };
+    let job = Explored { workers: 3, steps: 2, spares: 0, shards: 0 };
     let kill = Decision { at: 100, choice: Choice::Kill(2) };
     assert_eq!(kill.to_string().parse(), Ok(kill));
     let (outcome, trace) = replay(job, &[kill]);

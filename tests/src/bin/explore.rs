@@ -36,6 +36,9 @@ struct Arguments {
     /// Steps of the job
     #[arg(long, default_value = "3")]
     steps: u64,
+    /// Workers beyond them that take the places of lost ones
+    #[arg(long, default_value = "0")]
+    spares: u32,
     /// Shards of the model's tables; 0: it has none
     #[arg(long, default_value = "0")]
     shards: u32,
@@ -64,8 +67,8 @@ struct Arguments {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let Arguments { workers, steps, shards, .. } = arguments;
-    let job = Explored { workers, steps, shards };
+    let Arguments { workers, steps, spares, shards, .. } = arguments;
+    let job = Explored { workers, steps, spares, shards };
     // A core's panic is reported with its decisions; the output of the panic hook is not needed.
     std::panic::set_hook(Box::new(|_| {}));
     if let Some(decisions) = arguments.replay {
@@ -96,8 +99,8 @@ fn main() -> ExitCode {
     }
     let violations: Vec<_> = found.violations.iter().map(text).collect();
     let figures = json!({
-        "workers": workers, "steps": steps, "shards": shards, "faults": arguments.faults,
-        "delays": arguments.delays,
+        "workers": workers, "steps": steps, "spares": spares, "shards": shards,
+        "faults": arguments.faults, "delays": arguments.delays,
         "states": states, "depth": depth, "runs": runs, "events": events, "known": known,
         "symmetric": symmetric, "complete": is_complete, "violations": violations,
         "seconds": found.took.as_secs_f64(),

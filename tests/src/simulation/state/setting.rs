@@ -55,6 +55,8 @@ pub struct Explored {
     pub workers: u32,
     /// Number of steps.
     pub steps: u64,
+    /// Number of workers beyond them that take the places of lost ones.
+    pub spares: u32,
     /// Number of shards of the model's tables, each on two workers; 0: it has no tables.
     pub shards: u32,
 }
@@ -62,11 +64,12 @@ pub struct Explored {
 impl Setting {
     /// A job in a cluster, without checkpoints.
     pub(crate) fn explored(job: Explored) -> Self {
-        let Explored { workers, steps, shards } = job;
+        let Explored { workers, steps, spares, shards } = job;
         let of_step = NonZeroU64::new(workers.into()).expect("a job has workers");
         let spec = JobSpec {
             min_workers: 1,
             max_workers: workers + 1,
+            spares,
             max_worker_restarts: 1000,
             restart_without_checkpoint: true,
             options: WorkerOptions {
