@@ -76,7 +76,7 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
             Validation { reader: OrderedReader::new(model.reader().into(), dataset, order), plan }
         });
         let rule: Box<dyn UpdateRule> = Box::new(model.optimizer());
-        let size = ModelSize::new(NamedTensor::count(&model.tensors()), rule.slots());
+        let size = ModelSize::new(NamedTensor::count(&model.tensors()), &*rule);
         let sharded = parts.chunks.map(|(layout, copy_bytes)| {
             let chunks = Chunks::of_optimizer(me.0, layout).copying(copy_bytes);
             ShardedOptimizer::new(chunks, &*rule, None)

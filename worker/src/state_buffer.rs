@@ -20,7 +20,7 @@ pub trait ProgramMemory: Debug + Send + 'static {
 pub struct StateMemory {
     /// `[parameters]`.
     pub parameters: Box<dyn ProgramMemory>,
-    /// Optimizer state: `[slots · parameters]`.
+    /// Optimizer state.
     pub slots: Box<dyn ProgramMemory>,
 }
 

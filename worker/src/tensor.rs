@@ -3,6 +3,8 @@
 
 use std::ops::Range;
 
+use crate::update::UpdateRule;
+
 /// Identifies a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Tensor {
@@ -20,9 +22,8 @@ pub(crate) struct ModelSize {
 }
 
 impl ModelSize {
-    /// `slots`: floats of state per parameter.
-    pub(crate) fn new(parameters: usize, slots: usize) -> Self {
-        Self { parameters, slots: parameters * slots }
+    pub(crate) fn new(parameters: usize, rule: &(impl UpdateRule + ?Sized)) -> Self {
+        Self { parameters, slots: rule.state_len(parameters) }
     }
 
     /// Number of floats of the state.

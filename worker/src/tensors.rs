@@ -7,7 +7,7 @@ use elasticdl_collective::CollectiveError;
 use elasticdl_collective::device::{DeviceError, DeviceGroup, NcclPolicy, Path};
 use elasticdl_collective::nccl::NcclState;
 use elasticdl_tables::ChunkLayout;
-use xxhash_rust::xxh3::{Xxh3Default, xxh3_64_with_seed};
+use xxhash_rust::xxh3::{Xxh3Default, xxh3_64, xxh3_64_with_seed};
 
 use crate::buckets::{self, SummedBuckets};
 use crate::device::DeviceState;
@@ -35,13 +35,13 @@ pub(crate) enum Tensors {
     },
 }
 
-/// The buffers on the host. Each has one `f32` per parameter; `slots` has a multiple of that.
+/// The buffers on the host. Each has one `f32` per parameter, apart from `slots`.
 /// Joining workers are sent copies of the state and of the shared buffer (`Arc`). A write to a
 /// buffer that is still being sent goes to a fresh copy (copy-on-write).
 #[derive(Debug)]
 pub(crate) struct HostState {
     pub(crate) parameters: StateBuffer,
-    /// Optimizer state: `[slots · parameters]`.
+    /// Optimizer state: `[slots · parameters]`, and what a program has beside it.
     pub(crate) slots: StateBuffer,
     /// This worker's gradient, summed over its records of the step. No all-reduce writes to it.
     /// `[parameters]`, also if a model has these in bf16 and `parameters` is empty.
@@ -457,7 +457,9 @@ pub(crate) fn is_finite(values: &[f32]) -> bool {
 /// depend on whether the optimizer state is divided over the workers.
 pub(crate) fn digest_of(parameters: &[f32], slots: &[f32], state: &State) -> u64 {
     let layout = ChunkLayout::new(parameters.len(), slots.len() / parameters.len().max(1));
-    digest_without_slots(parameters, state).wrapping_add(layout.digest(slots))
+    let rest = slots.chunks_exact(parameters.len().max(1)).remainder();
+    let rest = if rest.is_empty() { 0 } else { xxh3_64(bytemuck::cast_slice(rest)) };
+    digest_without_slots(parameters, state).wrapping_add(layout.digest(slots)).wrapping_add(rest)
 }
 
 /// As [`digest_of`], but for the optimizer state, whose digest is to be added.
@@ -512,13 +514,10 @@ mod tests {
             values.iter_mut().step_by(5).for_each(|value| *value = f32::MIN_POSITIVE / 4.0);
             assert!(is_finite(&values), "{len}");
             for at in [0, len / 2, len.saturating_sub(1)].into_iter().filter(|at| *at < len) {
-                for bad in [
-                    f32::NAN,
-                    -f32::NAN,
-                    f32::INFINITY,
-                    f32::NEG_INFINITY,
-                    f32::from_bits(0x7f80_0001),
-                ] {
+                let infinite = [f32::INFINITY, f32::NEG_INFINITY];
+                for bad in
+                    [f32::NAN, -f32::NAN, f32::from_bits(0x7f80_0001)].into_iter().chain(infinite)
+                {
                     let good = std::mem::replace(&mut values[at], bad);
                     assert!(!is_finite(&values), "{bad} at {at} of {len}");
                     values[at] = good;
@@ -572,9 +571,9 @@ mod tests {
             created: 0,
         };
         let host = |state| Tensors::Host { group: None, state };
-        let size = ModelSize { parameters: 1000, slots: 2000 };
+        let size = ModelSize { parameters: 1000, slots: 2001 };
         let mut whole = host(HostState::new(size));
-        for at in [0, 1, 999, 1000, 2999] {
+        for at in [0, 1, 999, 1000, 2999, 3000] {
             let mut other = HostState::new(size);
             match at {
                 0..1000 => other.parameters.writable()[at] = f32::from_bits(1),

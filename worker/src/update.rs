@@ -42,6 +42,13 @@ pub trait UpdateRule: 'static {
     /// Number of `f32`s of state per parameter.
     fn slots(&self) -> usize;
 
+    /// Number of `f32`s of state of this many parameters. A program's may have a part that does not
+    /// grow with them.
+    #[doc(hidden)]
+    fn state_len(&self, parameters: usize) -> usize {
+        self.slots() * parameters
+    }
+
     /// The learning rate of `step`, from 0, for the progress line and the metrics. Default: none.
     fn learning_rate(&self, _step: u64) -> Option<f64> {
         None

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from faults import print_goodput, print_pauses
@@ -23,9 +24,9 @@ def main():
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4], help="with faults")
     kills = {"type": float, "nargs": "+", "default": [0, 10, 5, 2], "help": "seconds"}
     parser.add_argument("--kill-every", **kills)
-    parser.add_argument("--only", choices=["lines", "rates", "goodput", "pauses"])
+    parser.add_argument("--only", choices=["lines", "rates", "starts", "goodput", "pauses"])
     options = parser.parse_args()
-    parts = {"lines": print_lines, "rates": print_rates}
+    parts = {"lines": print_lines, "rates": print_rates, "starts": print_starts}
     parts |= {"goodput": print_goodput, "pauses": print_pauses}
     for name, act in parts.items():
         if options.only in (None, name):
@@ -78,16 +79,43 @@ def print_rates(options):
             )
 
 
+def print_starts(options):
+    """Memory and steps of a model of 50 million parameters with AdamW, and when the first step ends.
+
+    One process, but for the start of four workers, which is beside that of one.
+    """
+    print(f"starts and averages, medians of {options.rounds} rounds")
+    print("  program           s per step   peak, MiB   first step after, s")
+    rows = {mode: (1, mode) for mode in ("plain", "elastic", "average")}
+    rows |= {"elastic, 4 workers": (4, "elastic")}
+    taken = {name: [] for name in rows}
+    for _ in range(options.rounds):
+        for name, (count, mode) in rows.items():
+            arguments = ["start.py", "large", str(options.steps), mode]
+            command = [sys.executable, HERE / arguments[0], *arguments[1:]]
+            if count > 1:
+                command = elastic(count, arguments, "--min-workers", str(count))
+            taken[name].append(figures_of(command))
+    for name, rounds in taken.items():
+        per_step, peak, first = (median(column) for column in zip(*rounds, strict=True))
+        print(f"  {name:18} {per_step:9.3f} {peak:11.0f} {first:20.1f}", flush=True)
+
+
 def rate_of(command):
     """The rate that the programs write to a file. All take the same steps."""
+    return figures_of(command)[0]
+
+
+def figures_of(command):
+    """The figures that the first program to end writes to a file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rate")
         options = {"capture_output": True, "text": True, "check": False, "cwd": HERE}
-        options["env"] = {**os.environ, "RATE_FILE": str(path)}
+        options["env"] = {**os.environ, "RATE_FILE": str(path), "START": str(time.time())}
         ended = subprocess.run(command, timeout=DEADLINE, **options)
         if ended.returncode or not path.exists():
             raise SystemExit(f"{command} failed:\n{(ended.stdout + ended.stderr)[-3000:]}")
-        return float(path.read_text().split()[0])
+        return [float(word) for word in path.read_text().splitlines()[0].split()]
 
 
 def median(values):

@@ -33,10 +33,11 @@ def build():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     name, steps = sys.argv[1], int(sys.argv[2])
-    if name == "mlp":
-        # 10.0 million parameters.
-        layers = [torch.nn.Linear(1024, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 2880)]
-        net = torch.nn.Sequential(*layers, torch.nn.ReLU(), torch.nn.Linear(2880, 703))
+    if name in ("mlp", "large"):
+        # 10.0 and 50.2 million parameters.
+        width = 2880 if name == "mlp" else 18000
+        layers = [torch.nn.Linear(1024, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, width)]
+        net = torch.nn.Sequential(*layers, torch.nn.ReLU(), torch.nn.Linear(width, 703))
         shape, classes = (1024,), 703
     else:
         # 0.1 million parameters.

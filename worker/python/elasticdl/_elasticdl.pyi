@@ -133,7 +133,7 @@ class Core:
         records: int,
         tensors: Sequence[tuple[str, Sequence[int]]],
         tables: Sequence[_Table],
-        slots: int,
+        state: int,
         micro_batch: int,
         absorbed: int,
         bucket_len: int | None,

@@ -243,7 +243,8 @@ class Job(AnyJob):
             update=lambda step, records, loads, address: update(step, records),
             load=lambda trains: None,
         )
-        self._model = {"tensors": [(name, [parameters])], "slots": state, "calls": calls}
+        tensors = [(name, [parameters])]
+        self._model = {"tensors": tensors, "state": state * parameters, "calls": calls}
 
     def evaluator(self, length, function=None, *, micro_batch=64):
         """Says how the model is evaluated, on a data set of ``length`` records.

@@ -128,7 +128,7 @@ class Worker(Passes):
         return declared
 
     def start(
-        self, tensors, slots, calls, *, is_direct, bucket_len=None, on_gpu=None, tables=()
+        self, tensors, state, calls, *, is_direct, bucket_len=None, on_gpu=None, tables=()
     ):
         """Declares the model to the core, which returns its memory."""
         sampler = self._sampler
@@ -136,7 +136,7 @@ class Worker(Passes):
             records=0 if sampler is None else sampler.length,
             tensors=tensors,
             tables=list(tables),
-            slots=slots,
+            state=state,
             micro_batch=1 if sampler is None else sampler.micro_batch,
             absorbed=self.absorbed,
             bucket_len=bucket_len,

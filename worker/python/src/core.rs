@@ -188,11 +188,11 @@ impl Core {
     }
 
     /// Declares the model. The trainer starts at the first `wait`. `is_direct`: the program adds
-    /// gradients to the trainer's itself, and the memory of the gradient is empty. `on_gpu`: memory
-    /// of the program there; the memory on the host is then empty.
+    /// gradients to the trainer's itself, and the memory of the gradient is empty. `state`: number
+    /// of floats. `on_gpu`: memory of the program there; the memory on the host is then empty.
     #[expect(clippy::too_many_arguments, reason = "the arguments have names in Python")]
     #[pyo3(signature = (
-        *, records, tensors, tables, slots, micro_batch, absorbed, bucket_len, is_direct, on_gpu,
+        *, records, tensors, tables, state, micro_batch, absorbed, bucket_len, is_direct, on_gpu,
         evaluation, prediction, calls
     ))]
     fn start(
@@ -201,7 +201,7 @@ impl Core {
         records: u64,
         tensors: Vec<(String, Vec<usize>)>,
         tables: Vec<TableOfProgram>,
-        slots: usize,
+        state: usize,
         micro_batch: usize,
         absorbed: u64,
         bucket_len: Option<usize>,
@@ -219,7 +219,7 @@ impl Core {
             records,
             tensors,
             tables: tables.into_iter().map(TableOfProgram::table).collect::<PyResult<_>>()?,
-            slots,
+            state,
             bucket_len,
             absorbed,
             evaluation: evaluation.as_ref().and_then(Application::inference),
@@ -243,7 +243,7 @@ impl Core {
         };
         let lengths = match on_gpu {
             Some(_) => [0; 3],
-            None => [parameters, gradients, parameters * slots],
+            None => [parameters, gradients, state],
         };
         let [parameters, gradient, state] = py.detach(|| lengths.map(Floats::new));
         let memory = match on_gpu {

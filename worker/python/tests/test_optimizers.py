@@ -44,6 +44,22 @@ class Alone(unittest.TestCase):
         ended = run(SETUP + textwrap.dedent(program) + "\nprint('passed')")
         self.assertEqual(ended.stdout, "passed\n", ended.stderr)
 
+    def test_the_state_in_memory_is_as_large_as_that_of_the_optimizer(self):
+        self.check(
+            """
+            for make, numbers in (torch.optim.SGD, 0), (torch.optim.Adam, 2):
+                process.job = None
+                net, job = torch.nn.Linear(500, 100), et.join()
+                job.model(net)
+                opt = job.optimizer(make(net.parameters(), lr=0.1))
+                for indices in job.sampler(4, micro_batch=4):
+                    net(torch.ones(len(indices), 500)).sum().backward()
+                    opt.step()
+                state = memoryview(job._worker.started.state).nbytes
+                assert 0 <= state - numbers * 4 * 50100 < 20_000, (make, state)
+            """
+        )
+
     def test_optimizers_step_together_and_each_takes_its_gradients_at_its_own_step(self):
         self.check(
             """

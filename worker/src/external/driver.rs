@@ -183,7 +183,7 @@ impl Driver {
         }
     }
 
-    /// The program's state, `[slots · parameters]`, initially zero: while it is updated.
+    /// The program's state, initially zero: while it is updated.
     pub fn state(&mut self) -> Option<&mut [f32]> {
         match &mut self.held {
             Some(Held::Update { state, .. }) => state.slice(),

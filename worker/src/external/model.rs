@@ -33,8 +33,8 @@ pub struct Shape {
     pub tensors: Vec<NamedTensor>,
     /// Embedding tables.
     pub tables: Vec<Table>,
-    /// Number of `f32`s of state per parameter.
-    pub slots: usize,
+    /// Number of `f32`s of state.
+    pub state: usize,
     /// Number of elements of a bucket of the gradient, if it is summed in buckets.
     pub bucket_len: Option<usize>,
     /// Number of records that the program's initial state has absorbed: the first ones of the
@@ -209,12 +209,17 @@ impl CallChannel {
 /// The program's update rule.
 struct ProgramRule {
     channel: Arc<Mutex<CallChannel>>,
-    slots: usize,
+    state: usize,
 }
 
 impl UpdateRule for ProgramRule {
+    /// The state is not divided by parameter.
     fn slots(&self) -> usize {
-        self.slots
+        0
+    }
+
+    fn state_len(&self, _parameters: usize) -> usize {
+        self.state
     }
 
     fn apply(&mut self, update: Update<'_>) -> Result<(), UserError> {
@@ -369,7 +374,7 @@ impl Model for ExternalModel {
 
     /// It reports no learning rate.
     fn optimizer(&self) -> impl UpdateRule {
-        ProgramRule { channel: Arc::clone(&self.channel), slots: self.shape.slots }
+        ProgramRule { channel: Arc::clone(&self.channel), state: self.shape.state }
     }
 
     fn bucket_len(&self) -> Option<usize> {

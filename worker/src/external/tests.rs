@@ -28,7 +28,7 @@ fn train(in_flight: usize, fail_at: Option<u64>) -> (Vec<f32>, usize, Ended) {
     let shape = Shape {
         records: RECORDS as u64,
         tensors: vec![NamedTensor::new("counts", [RECORDS])],
-        slots: 1,
+        state: RECORDS + 3,
         bucket_len: Some(RECORDS / 3),
         ..Shape::default()
     };
@@ -107,7 +107,7 @@ fn ids_are_announced_for_all_micro_batches_of_a_step_before_the_first_is_compute
         records: RECORDS as u64,
         tensors: vec![NamedTensor::new("bias", [1])],
         tables: vec![table],
-        slots: 0,
+        state: 0,
         ..Shape::default()
     };
     // Two steps of one micro-batch more than fits, in flight.
@@ -230,7 +230,7 @@ fn overlapped(mut ring: LocalRank) -> Vec<f32> {
     let shape = Shape {
         records: 10,
         tensors: vec![NamedTensor::new("sums", [10])],
-        slots: 0,
+        state: 0,
         bucket_len: Some(4),
         ..Shape::default()
     };
@@ -297,7 +297,7 @@ fn a_data_set_without_records_is_refused() {
     let shape = Shape {
         records: 0,
         tensors: vec![NamedTensor::new("counts", [1])],
-        slots: 0,
+        state: 0,
         bucket_len: None,
         ..Shape::default()
     };

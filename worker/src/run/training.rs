@@ -63,7 +63,7 @@ impl Training<'_> {
         let validation = validation.transpose().map_err(Failure::fatal)?;
         let evaluation = validation.as_ref().map(|validation| &validation.plan);
         let best = export_best(options).cloned().zip(evaluation.map(BestMetric::from));
-        let size = ModelSize::new(NamedTensor::count(&layout), rule.slots());
+        let size = ModelSize::new(NamedTensor::count(&layout), &*rule);
         let reader = call_user("reader()", || Ok(open_reader(&model, options, Purpose::Train)?));
         let reader = reader.map_err(Failure::fatal)?;
         let order = order_of(&reader, options, &dataset).map_err(Failure::fatal)?;

@@ -20,7 +20,6 @@ use crate::ordered_reader::order_of;
 use crate::session::evaluation::Plan;
 use crate::session::origin::Program;
 use crate::tensor::ModelSize;
-use crate::update::UpdateRule as _;
 
 /// The checkpoints of a job.
 #[derive(Debug)]
@@ -56,8 +55,7 @@ impl Checkpointing {
             return Ok(());
         }
         let parameters = call_user("tensors()", || Ok(NamedTensor::count(&model.tensors())))?;
-        let slots = call_user("optimizer()", || Ok(model.optimizer().slots()))?;
-        let size = ModelSize::new(parameters, slots);
+        let size = call_user("optimizer()", || Ok(ModelSize::new(parameters, &model.optimizer())))?;
         let reader = call_user("reader()", || Ok(model.reader()))?;
         let order = order_of(&reader, options, dataset)?.name();
         let (locations, fingerprint) =

@@ -32,7 +32,7 @@ class OnHost:
     # How the trainer works on a GPU.
     on_gpu = None
 
-    def allocate(self, parameters, slots):
+    def allocate(self, parameters, state):
         """The trainer allocates it."""
 
     def bind(self, memory):
@@ -86,10 +86,10 @@ class OnGpu:
         if torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
             torch.cuda.set_stream(self._stream)
 
-    def allocate(self, parameters, slots):
+    def allocate(self, parameters, state):
         """Allocates the parameters, the state, and two gradients."""
         self._parameters = self.zeros(parameters)
-        self._state = self.zeros(max(1, parameters * slots))
+        self._state = self.zeros(max(1, state))
         self._gradients = [self.zeros(parameters) for _ in range(2)]
         self.on_gpu = GpuMemory(
             gpu=self._gpu,

@@ -183,13 +183,12 @@ class Training:
         )
         objects = {**job._objects.by_name, **self._schedules.objects()}
         self._state = State(self._inner, objects, self._place, self._unfreezes)
-        slots = -(-self._state.floats // total)
-        self._place.allocate(total, slots)
+        self._place.allocate(total, self._state.floats)
         calls = Calls(initialize=self._initialize, update=self._update, load=self._load)
         self._worker.context = self._acting
         self._worker.start(
             tensors,
-            slots,
+            self._state.floats,
             calls,
             is_direct=True,
             bucket_len=self._bucket_len,

@@ -45,7 +45,7 @@ pub fn layer_times(
     parameters: usize,
     repetitions: usize,
 ) -> Result<Vec<OperationTimes>, String> {
-    let size = ModelSize::new(parameters, 2);
+    let size = ModelSize { parameters, slots: 2 * parameters };
     let mut state = DeviceState::new(device, size, WireDtype::Bf16, None)?;
     let times = |operation| times(&mut state, operation, repetitions);
     OPERATIONS.iter().map(times).collect::<Result<_, _>>().map_err(|error| error.to_string())
