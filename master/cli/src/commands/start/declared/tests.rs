@@ -9,7 +9,7 @@ use super::*;
 use crate::commands::{Cli, parse_start};
 
 /// Options, with others that they need, and those of another job that differs in them alone.
-const SAMPLES: [(&str, &str, &str); 65] = [
+const SAMPLES: [(&str, &str, &str); 66] = [
     ("allow-mixed-builds", "", "--allow-mixed-builds"),
     ("audit", "", "--audit 1%"),
     ("bad-records", "", "--bad-records skip:3"),
@@ -55,6 +55,7 @@ const SAMPLES: [(&str, &str, &str); 65] = [
     ("seed", "", "--seed 7"),
     ("shard-optimizer", "", "--shard-optimizer"),
     ("shuffle", "", "--shuffle block:100"),
+    ("spares", "", "--spares 1"),
     ("start-timeout", "", "--start-timeout 9s"),
     ("step-timeout", "", "--step-timeout 9s"),
     ("success-policy", "", "--success-policy lowest-rank"),
