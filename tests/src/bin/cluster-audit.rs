@@ -1,24 +1,26 @@
-//! Checks that the Role of manifests/rbac.yaml is what masters need, and nothing more, but for what
-//! the manifests of options allow: `begin` enables the audit log of a test cluster's API server;
-//! after the tests, `check` compares.
+//! Checks that the Role of manifests/rbac.yaml is what masters need, that of rbac-declared.yaml
+//! what declared jobs need, and nothing more, but for what the manifests of options allow: `begin`
+//! enables the audit log of a test cluster's API server; after the tests, `check` compares.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
-use elasticdl_tests::cluster::{ApiServer, calls, kubectl, must};
+use elasticdl_tests::cluster::{ApiServer, Call, calls, kubectl, must};
 use serde_json::Value;
 
 #[derive(Parser)]
 enum Command {
     /// Enable the audit log of the API server.
     Begin,
-    /// Compare the calls of the masters in namespaces e2e-… with what the Role allows.
+    /// Compare the calls in namespaces e2e-… with what the Roles allow.
     Check,
 }
 
 type Right = (String, String);
+/// Resource, verb, and when it is used.
+type Rare = (&'static str, &'static str, &'static str);
 
 #[expect(clippy::print_stdout, reason = "it is what the command is for")]
 fn main() -> ExitCode {
@@ -27,39 +29,60 @@ fn main() -> ExitCode {
         println!("the API server writes to {}", log.display());
         return ExitCode::SUCCESS;
     }
-    let role = rights("rbac.yaml");
-    let optional: BTreeSet<Right> = OPTIONAL.iter().flat_map(|file| rights(file)).collect();
+    let tests = calls(&log).into_iter().filter(|call| call.home.starts_with("e2e-"));
+    let (declared, masters): (Vec<Call>, Vec<Call>) = tests.partition(|call| call.declares);
+    let mut optional: BTreeSet<Right> = OPTIONAL.iter().flat_map(|file| rights(file)).collect();
+    let mut faults = check("rbac.yaml", masters, &optional, &RARE);
+    optional.extend(DECLARED_OPTIONAL.map(|(resource, verb)| (resource.into(), verb.into())));
+    faults.extend(check("rbac-declared.yaml", declared, &optional, &DECLARED_RARE));
+    faults.iter().for_each(|fault| println!("{fault}"));
+    if faults.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Compares calls with what the Role of a manifest allows. `optional`: rights that callers do
+/// without. Returns the differences.
+#[expect(clippy::print_stdout, reason = "it is what the command is for")]
+fn check(
+    manifest: &str,
+    calls: Vec<Call>,
+    optional: &BTreeSet<Right>,
+    rare: &[Rare],
+) -> BTreeSet<String> {
+    let role = rights(manifest);
     let mut used: BTreeMap<Right, usize> = BTreeMap::new();
     let mut faults = BTreeSet::new();
-    for call in calls(&log).into_iter().filter(|call| call.home.starts_with("e2e-")) {
+    let mut fault = |what: &str, (resource, verb): &Right| {
+        faults.insert(format!("{manifest}: {what}: {verb} {resource}"));
+    };
+    for call in calls {
         let right = (call.resource.clone(), call.verb.clone());
         if optional.contains(&right) {
-            // Allowed or not: the master goes on without it, or the job asks for it.
+            // Allowed or not: the caller goes on without it, or the job asks for it.
         } else if !call.allowed && role.contains(&right) {
             // An API server that has just started does not know the Role yet.
         } else if !call.allowed {
-            faults.insert(format!("refused: {} {}", call.verb, call.resource));
+            fault("refused", &right);
         } else if call.resource.starts_with('/') {
             // Discovery, which all accounts may do.
         } else if call.namespace != call.home {
-            faults.insert(format!("outside its namespace: {} {}", call.verb, call.resource));
+            fault("outside its namespace", &right);
         } else if !role.contains(&right) {
-            faults.insert(format!("allowed by another role: {} {}", call.verb, call.resource));
+            fault("allowed by another role", &right);
         }
         *used.entry(right).or_default() += 1;
     }
+    println!("{manifest}:");
     for ((resource, verb), count) in &used {
         println!("{count:>6}  {verb:<8} {resource}");
     }
-    let rare = |(resource, verb): &&Right| RARE.iter().any(|(r, v, _)| resource == r && verb == v);
-    for (resource, verb) in role.iter().filter(|right| !used.contains_key(right) && !rare(right)) {
-        faults.insert(format!("allowed and never asked for: {verb} {resource}"));
-    }
-    for (resource, verb, why) in RARE {
+    for (resource, verb, why) in rare {
         println!("     -  {verb:<8} {resource}: only after {why}");
     }
-    faults.iter().for_each(|fault| println!("{fault}"));
-    if faults.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    let is_rare =
+        |(resource, verb): &&Right| rare.iter().any(|(r, v, _)| resource == r && verb == v);
+    let unused = role.iter().filter(|right| !used.contains_key(right) && !is_rare(right));
+    unused.for_each(|right| fault("allowed and never asked for", right));
+    faults
 }
 
 /// Resources, with their group, and verbs that the roles of a manifest allow.
@@ -103,4 +126,13 @@ fn text(value: &Value) -> String {
 const OPTIONAL: [&str; 3] =
     ["schedulers/native.yaml", "schedulers/volcano.yaml", "topology/nodes.yaml"];
 /// Rights that no test can make a master use: resource, verb, and when it is used.
-const RARE: [(&str, &str, &str); 1] = [("pods", "get", "a create whose answer was lost")];
+const RARE: [Rare; 1] = [("pods", "get", "a create whose answer was lost")];
+/// As [`RARE`], of declared jobs.
+const DECLARED_RARE: [Rare; 1] = [("batch/jobs", "delete", "a submission that was cut off")];
+/// Rights that declared jobs ask for, as `elasticdl train` does, and do without.
+const DECLARED_OPTIONAL: [(&str, &str); 4] = [
+    ("authentication.k8s.io/selfsubjectreviews", "create"),
+    ("authorization.k8s.io/localsubjectaccessreviews", "create"),
+    ("certificates.k8s.io/certificatesigningrequests", "create"),
+    ("namespaces", "get"),
+];

@@ -6,11 +6,13 @@ use std::path::Path;
 
 use serde_json::Value;
 
-/// A call of a job's master.
+/// A call of a job's master, or of a Job that declares one.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Call {
-    /// The namespace of the master.
+    /// The namespace of the account.
     pub home: String,
+    /// Whether the account is that of declared jobs.
+    pub declares: bool,
     /// `get`, `watch`, …
     pub verb: String,
     /// Kind of the object, possibly with its group before it (`batch/jobs`) and a subresource after
@@ -24,8 +26,8 @@ pub struct Call {
     pub at: String,
 }
 
-/// The calls of masters in an audit log, oldest first: of service accounts named `elasticdl`, and
-/// of those of single jobs, `NAME-master`.
+/// The calls in an audit log, oldest first, of masters, whose service accounts are named
+/// `elasticdl` or `NAME-master`, and of declared jobs, `elasticdl-declare`.
 pub fn calls(log: &Path) -> Vec<Call> {
     let bytes = fs::read(log).unwrap_or_else(|e| panic!("{}: {e}", log.display()));
     // The last line may be incomplete, and end within a character.
@@ -45,7 +47,8 @@ pub fn calls(log: &Path) -> Vec<Call> {
 fn call(event: &Value) -> Option<Call> {
     let account = event["user"]["username"].as_str()?.strip_prefix("system:serviceaccount:")?;
     let (home, name) = account.split_once(':')?;
-    if name != "elasticdl" && !name.ends_with("-master") {
+    let declares = name == "elasticdl-declare";
+    if name != "elasticdl" && !declares && !name.ends_with("-master") {
         return None;
     }
     let object = &event["objectRef"];
@@ -62,6 +65,7 @@ fn call(event: &Value) -> Option<Call> {
     };
     Some(Call {
         home: home.into(),
+        declares,
         verb: event["verb"].as_str()?.into(),
         resource,
         namespace: word("namespace").into(),
