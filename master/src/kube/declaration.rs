@@ -54,14 +54,22 @@ pub enum Holder {
     Other,
 }
 
-/// What a declaration asks for that a job can change while it runs.
+/// What a declaration asks for that a job can change while it runs; `None`: what the job can't
+/// change to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Requested {
+    /// Number of workers.
+    pub num_workers: Option<u32>,
+    /// Whether the job is suspended.
+    pub suspend: Option<bool>,
+}
+
+/// What a declaration has requested last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Changeable {
-    /// Number of workers.
-    pub num_workers: u32,
-    /// Whether the job is suspended.
-    pub suspend: bool,
+struct Changeable {
+    num_workers: u32,
+    suspend: bool,
 }
 
 impl Declaration {
@@ -161,7 +169,7 @@ impl Declaration {
         &self,
         job: &str,
         task: &Task,
-        asked: Changeable,
+        asked: Requested,
     ) -> Result<Vec<String>, ClusterError> {
         let anchor = Anchor::new(&self.cluster, job);
         let data = anchor.read().await?.data.unwrap_or_default();
@@ -170,6 +178,10 @@ impl Declaration {
             num_workers: task.job.num_workers,
             suspend: task.job.policies.starts_suspended,
         });
+        let asked = Changeable {
+            num_workers: asked.num_workers.unwrap_or(before.num_workers),
+            suspend: asked.suspend.unwrap_or(before.suspend),
+        };
         let mut changed = Vec::new();
         if asked.num_workers != before.num_workers {
             let number = asked.num_workers.to_string();
@@ -349,7 +361,7 @@ mod tests {
         fake.put("configmaps", "j", json!({"metadata": {"name": "j"}, "data": data}));
         let num_workers = task.job.num_workers;
         let ask = async |num_workers: u32, suspend: bool| {
-            let asked = Changeable { num_workers, suspend };
+            let asked = Requested { num_workers: Some(num_workers), suspend: Some(suspend) };
             declaration.request("j", &task, asked).await.unwrap()
         };
         let set = || {
@@ -373,5 +385,11 @@ mod tests {
         assert_eq!(ask(num_workers + 1, true).await, ["suspend = true"]);
         assert_eq!(set(), ["6", "true"]);
         assert_eq!(ask(num_workers + 1, false).await, ["suspend = false"]);
+        let impossible = Requested { num_workers: None, suspend: Some(true) };
+        let changed = declaration.request("j", &task, impossible).await.unwrap();
+        assert_eq!(
+            (changed, set()),
+            (vec!["suspend = true".into()], ["6", "true"].map(String::from))
+        );
     }
 }

@@ -3,9 +3,9 @@
 use std::convert::Infallible;
 use std::time::Duration;
 
-use elasticdl_master::kube::anchor::{Anchor, SUSPEND};
+use elasticdl_master::kube::anchor::{Anchor, NUM_WORKERS, SUSPEND};
 use elasticdl_master::kube::client::{Cluster, ClusterChoice, ClusterError};
-use elasticdl_master::kube::declaration::{Changeable, Declaration, Holder, OPTIONS};
+use elasticdl_master::kube::declaration::{Declaration, Holder, OPTIONS, Requested};
 use elasticdl_master::kube::existing::ExistingJob;
 use elasticdl_master::kube::objects::{Objects, Request, Task};
 use elasticdl_master::kube::{master_pods, submit};
@@ -231,17 +231,24 @@ impl DeclaredJob {
 
     /// Lets the job take over what the options ask for, and reports what it can't.
     async fn carry_over(&self, options: Option<String>) {
-        let (reason, message) = match self.change(options).await {
-            Ok(changed) if changed.is_empty() => return,
-            Ok(changed) => ("ChangeRequested", changed.join(", ")),
-            Err(failure) => ("OptionsRefused", failure.text),
+        let (requested, refused) = match self.change(options).await {
+            Ok(changes) => changes,
+            Err(failure) => (None, Some(failure.text)),
         };
-        print_line(&format!("{reason}: {message}"));
-        self.declaration.record(reason, &message).await;
+        for (reason, message) in [("ChangeRequested", requested), ("OptionsRefused", refused)] {
+            if let Some(message) = message {
+                print_line(&format!("{reason}: {message}"));
+                self.declaration.record(reason, &message).await;
+            }
+        }
     }
 
-    /// Requests what the options ask for and a running job can change. Returns that.
-    async fn change(&self, options: Option<String>) -> Result<Vec<String>, Failure> {
+    /// Requests what the options ask for and a running job can change. Returns that, and what it
+    /// can't change, as texts.
+    async fn change(
+        &self,
+        options: Option<String>,
+    ) -> Result<(Option<String>, Option<String>), Failure> {
         let anchor = Anchor::new(&self.cluster, self.name()).read().await?;
         let data = anchor.data.unwrap_or_default();
         let task = Task::in_anchor(&data).ok_or_else(|| {
@@ -251,33 +258,46 @@ impl DeclaredJob {
         })?;
         let spec = &task.job;
         let asked = self.parse(options.clone(), None)?;
-        let (request, _) = self.prepare(&asked).await?;
-        let num_workers = request.task.job.num_workers;
-        spec.check_scale(num_workers).map_err(Failure::usage)?;
-        let suspend = asked.job.lifecycle.suspend;
-        if suspend {
-            backend::check_suspendable(spec)?;
-        }
-        let changeable = Changeable { num_workers, suspend };
-        let changed = self.declaration.request(self.name(), &task, changeable).await?;
-        // Limits that follow from the number of workers are those of the submission.
-        let asked = self.parse(options, Some(spec.num_workers))?;
-        let (_, objects) = self.prepare(&asked).await?;
+        let (request, objects) = self.prepare(&asked).await?;
+        let (number, suspend) = (request.task.job.num_workers, asked.job.lifecycle.suspend);
+        let scaled = spec.check_scale(number).map_err(|why| format!("`{NUM_WORKERS}`: {why}"));
+        let suspendable = if suspend { backend::check_suspendable(spec) } else { Ok(()) };
+        let suspended = suspendable.map_err(|failure| failure.text);
+        let possible = Requested {
+            num_workers: scaled.is_ok().then_some(number),
+            suspend: suspended.is_ok().then_some(suspend),
+        };
+        let requested = self.declaration.request(self.name(), &task, possible).await?;
         let existing = ExistingJob::find(&self.cluster, self.name(), &objects).await?;
         let mut fixed = existing.map(|job| job.differences).unwrap_or_default();
-        fixed.retain(|difference| difference.option != SUSPEND);
-        if fixed.is_empty() {
-            return Ok(changed);
-        }
-        let fixed: Vec<String> = fixed.iter().map(ToString::to_string).collect();
-        Err(Failure::usage(format!(
-            "`num-workers` and `suspend` can be changed while the job runs; for other options, \
-             delete the Job and apply it again. The job goes on as it is: {}",
-            fixed.join("; ")
-        )))
+        // The maximum follows from the number of workers at the submission unless it is given.
+        let is_given = asked.workers.max_workers.is_some()
+            || self.max_workers(options, spec.num_workers)? != spec.max_workers;
+        fixed.retain(|differs| match &*differs.option {
+            NUM_WORKERS | SUSPEND => false,
+            MAX_WORKERS => is_given,
+            _ => true,
+        });
+        let fixed = fixed.iter().map(ToString::to_string);
+        let refused: Vec<String> =
+            scaled.err().into_iter().chain(suspended.err()).chain(fixed).collect();
+        let refused = (!refused.is_empty()).then(|| {
+            format!(
+                "`{NUM_WORKERS}` and `{SUSPEND}` can be changed while the job runs; for other \
+                 options, delete the Job and apply it again. The job goes on as it is: {}",
+                refused.join("; ")
+            )
+        });
+        Ok(((!requested.is_empty()).then(|| requested.join(", ")), refused))
     }
 
-    /// Reads options, with this number of workers if one is given.
+    /// The maximum of a job with this number of workers, if the options do not have it.
+    fn max_workers(&self, options: Option<String>, num_workers: u32) -> Result<u32, Failure> {
+        let asked = self.parse(options, Some(num_workers))?;
+        asked.spec(self.name().into(), |_, path| Ok(path.into())).map(|spec| spec.max_workers)
+    }
+
+    /// Reads options, with this number of workers if one is given, which may be any.
     fn parse(
         &self,
         options: Option<String>,
@@ -294,7 +314,8 @@ impl DeclaredJob {
         let image = || Value::String(self.declaration.image.clone());
         table.entry("image").or_insert_with(image);
         if let Some(number) = num_workers {
-            table.insert("num-workers".into(), Value::Integer(number.into()));
+            table.insert(NUM_WORKERS.into(), Value::Integer(number.into()));
+            table.remove("min-workers");
         }
         (self.read)(&origin, table)
     }
@@ -336,6 +357,7 @@ const NOT_DECLARED: [(&str, &str); 17] = [
     ("tee", "`elasticdl logs` shows what workers print"),
     ("ttl-after-finished", "`ttlSecondsAfterFinished` of the Job deletes the job with it"),
 ];
+const MAX_WORKERS: &str = "max-workers";
 /// The host name of a pod's containers is the pod's name.
 const HOST_NAME: &str = "/proc/sys/kernel/hostname";
 /// Time for the objects of a former job of this name to be collected.
