@@ -162,7 +162,7 @@ impl Schedule {
             self.disturb(&mut job, &mut rng, faults);
         }
         fixture.hurry();
-        let ended = job.wait();
+        let ended = job.wait_within(END_MAX);
         self.assert_exact(fixture, &ended);
         ended
     }
@@ -303,6 +303,8 @@ impl Schedule {
                 ended.assert_outcome(0, "completed");
                 assert_eq!(summary.records, each_once(expected), "{output}");
                 fixture.hurry();
+                let (job, kept) = (fixture.path("job"), fixture.path("disturbed"));
+                std::fs::rename(job, kept).expect("the job has a directory");
                 let command = self.command(fixture).option("checkpoint-dir", "none");
                 let undisturbed = command.option("export", export).run();
                 undisturbed.assert_outcome(0, "completed");
@@ -390,5 +392,7 @@ const FAULTS: Range<u32> = 3..11;
 const EVERY: &str = "15";
 /// Steps in which the workers of a small model complete their copies.
 const REST_STEPS: u64 = 4;
+/// The longest wait for the end, on a machine that has many other jobs.
+const END_MAX: Duration = Duration::from_secs(900);
 /// The longest wait for a status.
 const WAIT_MAX: Duration = Duration::from_secs(60);

@@ -32,6 +32,9 @@ pub(super) struct StepSums {
     sums: BTreeMap<u32, Vec<f32>>,
     /// Whether they are finite.
     are_finite: bool,
+    /// Whether this rank has not seen the sums of all chunks, as their owners have summed some. A
+    /// group may begin to share memory in a step.
+    is_at_owners: bool,
     /// Sums of the squares of the chunks whose sums this rank has seen, if the update needs the
     /// norm of all.
     squares: Option<Vec<f64>>,
@@ -57,6 +60,7 @@ impl BucketSums for StepSums {
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
         let chunks = self.layout.chunks_in(start..start + part.len());
         if ring.sums_pairwise() {
+            self.is_at_owners = true;
             return self.sum_at_owners(ring, header, (start, part), chunks);
         }
         self.bucket.resize(part.len(), 0.0);
@@ -87,6 +91,7 @@ impl StepSums {
             bucket_len: bucket_len.max(1).next_multiple_of(layout.chunk_len),
             sums: BTreeMap::new(),
             are_finite: true,
+            is_at_owners: false,
             squares: clips.then(|| vec![0.0; layout.chunks() as usize]),
             bucket: Vec::new(),
             given: Vec::new(),
@@ -97,8 +102,8 @@ impl StepSums {
 
     /// The sums that follow are those of a step.
     pub(super) fn begin(&mut self, chunks: &Chunks) {
-        let Self { layout, receivers, sums, are_finite, .. } = self;
-        *are_finite = true;
+        let Self { layout, receivers, sums, .. } = self;
+        (self.are_finite, self.is_at_owners) = (true, false);
         *receivers = (0..layout.chunks()).map(|chunk| chunks.receivers(chunk)).collect();
         let mut spare = mem::take(sums);
         for chunk in (0..layout.chunks()).filter(|&chunk| chunks.needs_sum(chunk)) {
@@ -198,7 +203,7 @@ impl StepSums {
     /// Euclidean norm of the sum of all chunks, if the update needs it.
     fn norm(&mut self, group: &mut dyn Group) -> Result<Option<f64>, Stopped> {
         let Some(squares) = &mut self.squares else { return Ok(None) };
-        if group.sums_pairwise() {
+        if self.is_at_owners {
             let all: Vec<Vec<f64>> = decode_all(group.all_gather(&header::encode(&*squares))?)?;
             for (chunk, receivers) in self.receivers.iter().enumerate() {
                 let of_owner = all[receivers[0]].get(chunk);
