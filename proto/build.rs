@@ -47,6 +47,7 @@ mod schema {
                 method("checkpoint", "Checkpoint", "CheckpointRequest", "CheckpointReply").build(),
             )
             .method(method("suspend", "Suspend", "SuspendRequest", "SuspendReply").build())
+            .method(method("inspect", "Inspect", "InspectRequest", "Inspection").build())
             .build()
     }
 

@@ -15,6 +15,7 @@ use crate::exit::{Failure, cannot};
 use crate::job::JobSpec;
 use crate::kube::anchor::{self, Anchor, AnchorEvent, Data, HISTORY, NUM_WORKERS, STOP, SUMMARY};
 use crate::kube::client::Cluster;
+use crate::kube::inspection;
 use crate::kube::objects::Task;
 use crate::kube::requests::request;
 use crate::kube::silence;
@@ -114,8 +115,12 @@ impl ClusterPage {
         }
     }
 
-    async fn carry_out(&self, command: PageCommand) -> Result<(), String> {
+    async fn carry_out(&self, command: PageCommand) -> Result<String, String> {
         let (key, value) = match command {
+            PageCommand::Inspect => {
+                let asked = inspection::ask(&self.cluster, &self.job).await;
+                return asked.map(|found| found.to_string()).map_err(|error| error.to_string());
+            }
             PageCommand::Scale(num_workers) => {
                 self.spec.check_scale(num_workers)?;
                 (NUM_WORKERS, num_workers.to_string())
@@ -123,7 +128,7 @@ impl ClusterPage {
             PageCommand::Stop => (STOP, "true".into()),
         };
         let requested = request(&self.cluster, &self.anchor, key, value).await;
-        requested.map_err(|error| error.to_string())
+        requested.map(|()| String::new()).map_err(|error| error.to_string())
     }
 }
 

@@ -13,10 +13,12 @@
 //! source ([`Job::durable_before`]). When [`Master::run`] returns or is dropped, no process that it
 //! started is left.
 
+mod inspection;
 mod requests;
 
 use std::collections::BTreeMap;
 use std::io;
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use elasticdl_proto::wire::SharedMessage;
@@ -27,6 +29,8 @@ use tokio::time::{Instant, MissedTickBehavior};
 use tonic::Status;
 use tracing::{info, warn};
 
+pub(crate) use self::inspection::Inspector;
+use self::inspection::{Inspections, LastMessages};
 use crate::backend_event::BackendEvent;
 use crate::job::{
     Action, ConnectionId, Event, Job, JobSpec, LaunchId, Outcome, PersistedJob, Summary, Time,
@@ -73,6 +77,8 @@ pub struct Master {
     /// A worker reported a newer master: the API server must confirm that this master still holds
     /// the leader Lease.
     is_lease_doubted: bool,
+    inspections: Inspections,
+    inspector: Inspector,
 }
 
 /// The leadership of a master in a cluster.
@@ -145,6 +151,9 @@ struct Peer {
     outbox: WorkerOutbox,
     /// `None` until the worker is admitted.
     worker: Option<WorkerId>,
+    pid: u32,
+    address: SocketAddr,
+    last_messages: LastMessages,
 }
 
 impl std::fmt::Debug for Peer {
@@ -230,6 +239,7 @@ impl Master {
         let (spec, run_id) = (job.spec(), server_config.token.run_id());
         info!(job = spec.name, %run_id, "run of the job");
         let (sender, events) = mpsc::channel(SERVER_EVENTS_MAX);
+        let inspector = Inspector { events: sender.clone() };
         let server = Server::start(server_config, &spec.name, spec.options.worker_timeout, sender)?;
         let (incarnation, lease_guard) = match parts.term {
             Some(term) => (term.incarnation, Some(term.lease_guard)),
@@ -252,7 +262,14 @@ impl Master {
             peers: BTreeMap::new(),
             workers: BTreeMap::new(),
             membership: None,
+            inspections: Inspections::default(),
+            inspector,
         })
+    }
+
+    /// Asks this master, once it runs, what its workers do.
+    pub(crate) fn inspector(&self) -> Inspector {
+        self.inspector.clone()
     }
 
     /// Runs the job to its end. The sender of `commands` may be dropped.
@@ -323,6 +340,7 @@ impl Master {
                     self.job.handle(self.now(), event);
                 },
                 () = lease_has_expired(&mut self.lease_guard) => self.suspend().await,
+                () = self.inspections.due() => self.end_inspection(),
                 () = due, if timeout.is_some() => self.job.handle_timeout(self.now()),
                 _ = ticks.tick() => self.show(),
             }
@@ -415,6 +433,7 @@ impl Master {
             match action {
                 Action::Admit { connection, worker } => self.admit(connection, worker),
                 Action::Disconnect { worker } => {
+                    self.log_evicted(worker);
                     self.disconnect(worker);
                 }
                 Action::End(outcome) => return Some(outcome),
@@ -428,6 +447,7 @@ impl Master {
                 }
                 Action::Log(text) => self.log(text),
                 Action::Send { worker, message } => {
+                    self.note_sent(worker, &message);
                     let message = self.share(message);
                     self.send(worker, |outbox| outbox.send(message));
                 }
@@ -502,17 +522,23 @@ impl Master {
                     return self.doubt_lease(incarnation);
                 }
                 self.backend.on_hello(launch);
-                self.peers.insert(connection, Peer { outbox, worker: None });
+                let last_messages = LastMessages::default();
+                self.peers
+                    .insert(connection, Peer { outbox, worker: None, pid, address, last_messages });
                 if location != Location::default() {
                     self.job.handle(now, Event::LaunchLocated { launch, location });
                 }
                 self.job.handle(now, Event::Connected { connection, launch, address, pid, resume });
             }
             ServerEvent::Message { connection, message } => {
-                if let Some(worker) = self.peers.get(&connection).and_then(|peer| peer.worker) {
+                let Some(peer) = self.peers.get_mut(&connection) else { return };
+                let Some(worker) = peer.worker else { return };
+                peer.last_messages.note(now, false, &message);
+                if let Some(message) = self.take_report(worker, message) {
                     self.job.handle(now, Event::Message { worker, message });
                 }
             }
+            ServerEvent::Inspect { reply } => self.on_inspect(reply),
             ServerEvent::Scale { num_workers, reply } => {
                 // The client may have disconnected.
                 let _ = reply.send(self.scale(num_workers).map_err(Status::invalid_argument));

@@ -65,7 +65,7 @@ where
     });
     http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(REQUEST_TIMEOUT)
+        .header_read_timeout(HEAD_TIMEOUT)
         .keep_alive(false)
         .max_headers(HEADERS_MAX)
         .max_buf_size(HEAD_BYTES_MAX)
@@ -94,4 +94,6 @@ const CONNECTIONS_PER_ADDRESS_MAX: usize = 8;
 /// The minimum that hyper accepts.
 const HEAD_BYTES_MAX: usize = 8192;
 const HEADERS_MAX: usize = 64;
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+const HEAD_TIMEOUT: Duration = Duration::from_secs(5);
+/// More than workers need to say what they do.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(12);

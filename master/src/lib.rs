@@ -50,6 +50,7 @@ mod metrics;
 pub mod mlflow;
 pub mod panics;
 mod persisted_format;
+mod process_state;
 pub mod progress;
 mod scalars;
 mod service;

@@ -21,7 +21,7 @@ use std::os::unix::process::ExitStatusExt as _;
 use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use elasticdl_proto::gpu_instance;
@@ -173,8 +173,16 @@ type Notice = (LaunchId, BackendEvent);
 struct Running {
     /// Dropping it kills the process.
     _kill: oneshot::Sender<()>,
+    known: Arc<KnownProcess>,
+}
+
+/// What is known of a process, shared with the task that supervises it.
+#[derive(Debug, Default)]
+struct KnownProcess {
     /// Whether it has sent its hello.
-    has_joined: Arc<AtomicBool>,
+    has_joined: AtomicBool,
+    /// Its id; 0 before its start.
+    pid: AtomicU32,
 }
 
 /// State that all supervising tasks share.
@@ -212,7 +220,7 @@ impl Processes {
     /// Starts `launch` in the slot `index` of the job. Never fails here: a process that can't be
     /// started ends at once with [`Exit::NotStarted`].
     pub(crate) fn start(&mut self, launch: LaunchId, index: u32) {
-        let (killed, has_joined) = self.track(launch);
+        let (killed, known) = self.track(launch);
         let (launcher, flags) = (Arc::clone(&self.launcher), Arc::clone(&self.flags));
         let notices = self.notices.0.clone();
         self.tasks.spawn(async move {
@@ -222,31 +230,38 @@ impl Processes {
                 // The receiver may have been dropped.
                 let _ = notices.send((launch, event));
             };
-            supervise(&launcher, (launch, index), (&flags, &has_joined), notify, killed).await
+            supervise(&launcher, (launch, index), (&flags, &known), notify, killed).await
         });
     }
 
     /// Adds a running launch.
-    fn track(&mut self, launch: LaunchId) -> (oneshot::Receiver<()>, Arc<AtomicBool>) {
+    fn track(&mut self, launch: LaunchId) -> (oneshot::Receiver<()>, Arc<KnownProcess>) {
         let (kill, killed) = oneshot::channel();
-        let has_joined = Arc::new(AtomicBool::new(false));
-        let running = Running { _kill: kill, has_joined: Arc::clone(&has_joined) };
+        let known = Arc::<KnownProcess>::default();
+        let running = Running { _kill: kill, known: Arc::clone(&known) };
         self.running.insert(launch, running);
-        (killed, has_joined)
+        (killed, known)
+    }
+
+    /// The id of the process of a launch that runs.
+    pub(crate) fn pid(&self, launch: LaunchId) -> Option<u32> {
+        let pid = self.running.get(&launch)?.known.pid.load(Ordering::Relaxed);
+        Some(pid).filter(|&pid| pid != 0)
     }
 
     /// Records that a launch has sent its hello.
     pub(crate) fn on_hello(&self, launch: LaunchId) {
         self.flags.hello_received.store(true, Ordering::Relaxed);
         if let Some(running) = self.running.get(&launch) {
-            running.has_joined.store(true, Ordering::Relaxed);
+            running.known.has_joined.store(true, Ordering::Relaxed);
         }
     }
 
     /// Takes over a process that a former master started, if it still runs; its end is reported
     /// like that of any other process.
     pub(crate) fn adopt(&mut self, launch: LaunchId, started: Option<ProcessIdentity>) {
-        let (killed, _) = self.track(launch);
+        let (killed, known) = self.track(launch);
+        known.pid.store(started.as_ref().map_or(0, |started| started.pid), Ordering::Relaxed);
         self.on_hello(launch);
         self.tasks.spawn(async move {
             if let Some(started) = started {
@@ -299,7 +314,7 @@ impl Processes {
 async fn supervise(
     launcher: &Launcher,
     (launch, index): (LaunchId, u32),
-    (flags, has_joined): (&SharedFlags, &AtomicBool),
+    (flags, known): (&SharedFlags, &KnownProcess),
     notify: impl Fn(BackendEvent),
     killed: oneshot::Receiver<()>,
 ) -> ProcessExit {
@@ -324,6 +339,7 @@ async fn supervise(
         }
     };
     let group = process.pid();
+    known.pid.store(process.0.id().unwrap_or_default(), Ordering::Relaxed);
     info!(launch = launch.0, pid = process.0.id(), "worker process started");
     if let Some(started) = process.0.id().and_then(ProcessIdentity::look_up)
         && let Err(error) = jobdir::note_process(&launcher.processes, launch, started)
@@ -331,7 +347,7 @@ async fn supervise(
         warn!(launch = launch.0, %error,
             "can't note the process: another master would not find it");
     }
-    let start = watch_start(launcher, group, (flags, has_joined), &notify);
+    let start = watch_start(launcher, group, (flags, &known.has_joined), &notify);
     let log_path = jobdir::worker_log(&launcher.logs, launch);
     let ended = tokio::select! {
         ended = process.0.wait() => ended,

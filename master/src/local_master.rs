@@ -133,6 +133,7 @@ impl LocalMaster {
         let server_config =
             ServerConfig { listener: workers, token: dir.token().clone(), identity };
         let master = self.into_master(dir, server_config, progress, tracked)?;
+        let inspector = master.inspector();
         let (commands, received) = mpsc::channel(COMMANDS_MAX);
         let run = master.run(received);
         let mut turns = tokio::time::interval(Standstill::TURN);
@@ -150,7 +151,7 @@ impl LocalMaster {
                     }
                 }
                 Some(request) = requested.recv() => {
-                    page::handle(request, &spec, &mut escalation, &commands);
+                    page::handle(request, &spec, &mut escalation, &commands, &inspector);
                 }
             }
         };

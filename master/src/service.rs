@@ -24,8 +24,8 @@ use std::time::Duration;
 use elasticdl_proto::limits::MESSAGE_BYTES_MAX;
 use elasticdl_proto::wire::master_server::{Master, MasterServer};
 use elasticdl_proto::wire::{
-    CheckpointReply, CheckpointRequest, JoinRequest, JoinResponse, ScaleReply, ScaleRequest,
-    SharedMessage, StatusRequest, SuspendReply, SuspendRequest,
+    CheckpointReply, CheckpointRequest, InspectRequest, Inspection, JoinRequest, JoinResponse,
+    ScaleReply, ScaleRequest, SharedMessage, StatusRequest, SuspendReply, SuspendRequest,
 };
 use elasticdl_proto::{Hello, Welcome, WorkerMessage};
 use tokio::net::TcpListener;
@@ -49,6 +49,8 @@ pub(crate) enum ServerEvent {
     Closed { connection: ConnectionId },
     /// A stream presented the token and sent a hello.
     Connected { connection: ConnectionId, hello: Box<Hello>, outbox: WorkerOutbox },
+    /// A command asks what the workers do; the reply comes after some seconds at most.
+    Inspect { reply: oneshot::Sender<Inspection> },
     /// A stream sent a message after its hello.
     Message { connection: ConnectionId, message: WorkerMessage },
     /// A command sets the desired number of workers; the reply is the previous number.
@@ -297,6 +299,12 @@ impl Master for Service {
     ) -> Result<Response<job::Status>, Status> {
         let (reply, answer) = oneshot::channel();
         self.events.send(ServerEvent::Status { reply }).await.map_err(|_| ending())?;
+        answer.await.map(Response::new).map_err(|_| ending())
+    }
+
+    async fn inspect(&self, _: Request<InspectRequest>) -> Result<Response<Inspection>, Status> {
+        let (reply, answer) = oneshot::channel();
+        self.events.send(ServerEvent::Inspect { reply }).await.map_err(|_| ending())?;
         answer.await.map(Response::new).map_err(|_| ending())
     }
 

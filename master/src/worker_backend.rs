@@ -84,6 +84,19 @@ impl WorkerBackend {
         }
     }
 
+    /// Whether the launches are processes of this machine.
+    pub(crate) fn are_processes(&self) -> bool {
+        matches!(self, Self::Processes(_))
+    }
+
+    /// The process of `launch`, if it runs on this machine.
+    pub(crate) fn pid(&self, launch: LaunchId) -> Option<u32> {
+        match self {
+            Self::Pods(_) => None,
+            Self::Processes(processes) => processes.pid(launch),
+        }
+    }
+
     /// Ends all launches and waits for their ends, within a time limit.
     pub(crate) async fn end(self) {
         match self {

@@ -12,6 +12,7 @@ pub mod wire;
 mod files;
 mod gpu_instance;
 mod ids;
+mod inspection;
 mod job;
 mod ledger;
 mod members;
@@ -28,6 +29,10 @@ mod summary;
 pub use files::{FileList, FileListError, Files, ListedFile};
 pub use gpu_instance::gpu_instance;
 pub use ids::{Generation, LaunchId, WorkerId};
+pub use inspection::{
+    Activity, InspectedWorker, Inspection, KernelThread, LinkReport, ProcessState, SeenMessage,
+    StallReport, ThreadReport, WorkerReport,
+};
 pub use job::{
     Batch, CheckpointEvery, CheckpointSpec, DATA_OF_PROGRAM, Format, LinkEncryption, OnNonfinite,
     OnRowsLost, ParamDtype, Shuffle, ShuffleMode, SpecError, ValidationSpec, Welcome, WireDtype,

@@ -51,6 +51,8 @@ pub const SKIPPED_LISTED_MAX: usize = 5;
 pub const SKIPPED_TEXT_BYTES_MAX: usize = 1024;
 /// Bytes to which the name of a checkpoint is truncated.
 pub const CHECKPOINT_NAME_BYTES_MAX: usize = 256;
+/// Most bytes of a worker's report of what it does, as JSON.
+pub const REPORT_BYTES_MAX: u64 = 256 << 10;
 /// Bytes to which a model's summary is truncated.
 pub const SUMMARY_BYTES_MAX: usize = 64 << 10;
 /// Longest phase of a membership change in microseconds: 35 years.

@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::files::FileList;
 use crate::ids::{Generation, WorkerId};
+use crate::inspection::WorkerReport;
 use crate::ledger::Ledger;
 use crate::membership::{Membership, Phases, Stall};
 use crate::order::OrderName;
@@ -161,6 +162,13 @@ pub enum WorkerMessage {
         /// Number of f32 parameters of its model.
         parameters: u64,
     },
+    /// What the worker does.
+    Report {
+        /// Number of the request; 0 for [`MasterMessage::ReportStacks`].
+        request: u64,
+        /// The report. Boxed, as most messages are short.
+        report: Box<WorkerReport>,
+    },
     /// The worker's first commit in a new generation.
     Resumed {
         /// The new generation.
@@ -194,7 +202,15 @@ pub enum MasterMessage {
     Membership(Membership),
     /// Build the model for this data set.
     Prepare(FileList),
-    /// Write the stacks of all threads to the log: this worker hangs, and will be evicted.
+    /// Report what this worker does: [`WorkerMessage::Report`].
+    Inspect {
+        /// Number of the request, from 1.
+        request: u64,
+        /// Most bytes of the report.
+        bytes_max: u64,
+    },
+    /// Write the stacks of all threads to the log, and report them: this worker hangs, and will be
+    /// evicted.
     ReportStacks,
     /// End; the reason.
     Shutdown(String),

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use elasticdl_collective::exit_at_once;
 use elasticdl_collective::{Fence, Joiners, Progress};
-use elasticdl_proto::limits::MESSAGE_BYTES_MAX;
+use elasticdl_proto::limits::{MESSAGE_BYTES_MAX, REPORT_BYTES_MAX};
 use elasticdl_proto::wire::master_client::MasterClient;
 use elasticdl_proto::wire::{JoinRequest, JoinResponse};
 use elasticdl_proto::{
@@ -30,9 +30,9 @@ use tonic::{Code, Request, Streaming};
 use self::storage::StorageReporter;
 use crate::environment::{EXIT_MASTER_LOST, Environment};
 use crate::failure::causes;
+use crate::inspection::Inspector;
 use crate::messages::{ControlEvent, Outbox};
 use crate::session::control::{ControlState, WelcomeError};
-use crate::stacks;
 use crate::termination::Termination;
 use crate::usage::UsageReporter;
 
@@ -61,12 +61,18 @@ impl Control {
     pub(crate) fn open(environment: &Environment, address: SocketAddr) -> Result<Self, String> {
         let (to_trainer, inbox) = channel();
         let (messages, from_trainer) = mpsc::unbounded_channel();
-        let outbox = Outbox { messages, holds_state: Arc::default() };
+        let outbox = Outbox::new(messages);
         let (tell_welcome, welcome) = oneshot::channel();
         let fence = Arc::new(OnceLock::new());
         let progress = Arc::new(OnceLock::new());
         let joiners = Arc::new(OnceLock::new());
         let stops = Arc::new(AtomicBool::new(false));
+        let port = environment.master.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
+        let inspector = Inspector {
+            activity: Arc::clone(&outbox.activity),
+            progress: Arc::clone(&progress),
+            master_port: port,
+        };
         let stream = Stream {
             connector: MasterConnector { environment: environment.clone(), address },
             state: ControlState::default(),
@@ -78,6 +84,7 @@ impl Control {
             holds_state: Arc::clone(&outbox.holds_state),
             storage: StorageReporter::default(),
             usage: UsageReporter::default(),
+            inspector,
         };
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -114,6 +121,8 @@ struct Stream {
     storage: StorageReporter,
     /// Reports of what this process uses.
     usage: UsageReporter,
+    /// Reports of what this process does.
+    inspector: Inspector,
 }
 
 /// Opens streams to the job's master.
@@ -265,7 +274,7 @@ impl Stream {
                 message = link.incoming.next() => {
                     let why = match message {
                         Some(Ok(message)) => {
-                            self.handle(message);
+                            self.handle(message, &link);
                             continue;
                         }
                         Some(Err(status)) => status.message().to_owned(),
@@ -386,7 +395,7 @@ impl Stream {
         let _ = self.to_trainer.send(wanted);
     }
 
-    fn handle(&mut self, response: JoinResponse) {
+    fn handle(&mut self, response: JoinResponse, link: &Link) {
         let message = match response {
             JoinResponse::Message(message) => message.into_inner(),
             JoinResponse::Invalid(reason) => {
@@ -398,10 +407,12 @@ impl Stream {
                 return;
             }
         };
-        if message == MasterMessage::ReportStacks {
-            // The heartbeats go on meanwhile. Without a thread there are no stacks.
-            let _ = std::thread::Builder::new().name("stacks".into()).spawn(stacks::log_all);
-            return;
+        match message {
+            MasterMessage::Inspect { request, bytes_max } => {
+                return self.report(request, bytes_max, link);
+            }
+            MasterMessage::ReportStacks => return self.report(HANGS, REPORT_BYTES_MAX, link),
+            _ => {}
         }
         // A joiner must not wait until the trainer, which may be in a long step, hears of it.
         if let (MasterMessage::Joiners(named), Some(joiners)) = (&message, self.joiners.get()) {
@@ -420,6 +431,23 @@ impl Stream {
         if let (Some(generation), Some(fence)) = (abort_before, self.fence.get()) {
             fence.abort_before(generation);
         }
+    }
+
+    /// Reports what this worker does, from a thread of its own: the heartbeats go on meanwhile.
+    fn report(&self, request: u64, bytes_max: u64, link: &Link) {
+        let (inspector, requests) = (self.inspector.clone(), link.requests.clone());
+        let bytes_max = usize::try_from(bytes_max).unwrap_or(usize::MAX);
+        let work = move || {
+            let Some(report) = inspector.report(bytes_max) else { return };
+            if request == HANGS {
+                tracing::error!("this worker hangs\n{report}");
+            }
+            let report = WorkerMessage::Report { request, report: Box::new(report) };
+            // The stream may have ended.
+            let _ = requests.send(JoinRequest::Message(report));
+        };
+        // Without a thread there is no report.
+        let _ = std::thread::Builder::new().name("inspect".into()).spawn(work);
     }
 }
 
@@ -461,6 +489,8 @@ fn causes_of(status: &tonic::Status) -> String {
         .map_or_else(|| message.into(), |s| format!("{message}: {}", causes(s)))
 }
 
+/// Number of the report of a worker that hangs.
+const HANGS: u64 = 0;
 /// Interval for a master that requests no heartbeats: a day.
 const HEARTBEAT_NEVER: Duration = Duration::from_secs(24 * 60 * 60);
 

@@ -50,6 +50,7 @@ mod gap;
 pub mod guide;
 mod half_model;
 mod inference;
+mod inspection;
 mod log_output;
 #[doc(hidden)]
 pub mod machine;
@@ -70,7 +71,6 @@ mod setting_error;
 #[doc(hidden)]
 pub mod simulated;
 mod split;
-mod stacks;
 mod state_buffer;
 mod supervisor;
 mod table_model;

@@ -7,6 +7,8 @@ use std::time::Instant;
 use elasticdl_proto::{MasterMessage, WorkerMessage};
 use tokio::sync::mpsc::UnboundedSender;
 
+use crate::inspection::activity::CurrentActivity;
+
 /// What the control stream passes to the trainer.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ControlEvent {
@@ -23,9 +25,15 @@ pub(crate) struct Outbox {
     pub(crate) messages: UnboundedSender<WorkerMessage>,
     /// Whether this worker's group has agreed on a state.
     pub(crate) holds_state: Arc<AtomicBool>,
+    /// What the trainer does, for those who ask.
+    pub(crate) activity: Arc<CurrentActivity>,
 }
 
 impl Outbox {
+    pub(crate) fn new(messages: UnboundedSender<WorkerMessage>) -> Self {
+        Self { messages, holds_state: Arc::default(), activity: Arc::default() }
+    }
+
     pub(crate) fn send(&self, message: WorkerMessage) {
         // The thread of the control stream ends the process when it fails, so a closed channel can
         // be ignored.

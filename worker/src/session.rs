@@ -116,8 +116,8 @@ impl Session {
             MasterMessage::Suspend => self.requests.suspend = true,
             // Handled where state requests arrive.
             MasterMessage::Joiners(_) => {}
-            // Handled by the control thread, as this one hangs.
-            MasterMessage::ReportStacks => {}
+            // Handled by the control thread, as this one may hang.
+            MasterMessage::Inspect { .. } | MasterMessage::ReportStacks => {}
             // Only shards of evaluation and prediction are leased.
             MasterMessage::Lease(_) => {}
             // Answered before there is a session.

@@ -114,7 +114,7 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
             incoming: None,
             dial_limit: parts.dial_limit,
             inbox,
-            outbox: Outbox { messages, holds_state },
+            outbox: Outbox { holds_state, ..Outbox::new(messages) },
             started: machine.now(),
             machine,
             gap: GapTimer::default(),

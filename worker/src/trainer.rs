@@ -104,6 +104,7 @@ impl<M: Model> Trainer<'_, M> {
         self.serve_state_requests()?;
         let task = self.session.poll();
         self.look_ahead(&task);
+        self.outbox.activity.begin(task.activity(), self.session.step(), self.machine.now());
         let done = match task {
             Task::Exit(exit) => return Ok(Some(exit)),
             task => self.perform(task),

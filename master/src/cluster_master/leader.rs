@@ -35,7 +35,7 @@ use crate::kube::persisted_job::{PersistedJobWriter, PersistedWatch};
 use crate::kube::pods::{self, PodFactory, Pods};
 use crate::kube::requests::UserRequest;
 use crate::kube::state_labels::StateLabels;
-use crate::kube::{anchor, master_address, succession};
+use crate::kube::{anchor, inspection, master_address, succession};
 use crate::listener::{Identity, ServerConfig};
 use crate::mlflow;
 use crate::progress::Progress;
@@ -258,7 +258,8 @@ impl Leader<'_> {
         let mut published = self.http.published.clone();
         let start = Instant::now();
         let (commands, received) = mpsc::channel(COMMANDS_MAX);
-        let mut desired = DesiredState::default();
+        let (mut desired, mut is_followed) = (DesiredState::default(), false);
+        let inspector = master.inspector();
         let mut followed = self.anchor.watch();
         let mut requested: Option<UserRequest> = None;
         let mut ignored = None;
@@ -303,6 +304,12 @@ impl Leader<'_> {
                             });
                         }
                         let now = DesiredState::read(&data);
+                        // A request that a former master has got is not answered again.
+                        let asked = now.inspect.filter(|_| now.inspect != desired.inspect);
+                        if let Some(number) = asked.filter(|_| is_followed) {
+                            inspection::answer(inspector.clone(), writer.clone(), number);
+                        }
+                        is_followed = true;
                         for command in changes(desired, now) {
                             // The master takes them faster than users send them.
                             let _ = commands.send(command).await;

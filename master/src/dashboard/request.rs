@@ -9,13 +9,15 @@ use crate::job::JobSpec;
 #[derive(Debug)]
 pub(crate) struct PageRequest {
     pub(crate) command: PageCommand,
-    /// The reply says why a request is refused.
-    pub(crate) reply: oneshot::Sender<Result<(), String>>,
+    /// The reply is a text to show, or says why a request is refused.
+    pub(crate) reply: oneshot::Sender<Result<String, String>>,
 }
 
 /// What a user may request through the page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PageCommand {
+    /// Ask all workers what they do.
+    Inspect,
     /// Keep this many workers.
     Scale(u32),
     /// Finish the step, then stop.

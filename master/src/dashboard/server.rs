@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `GET /`, and the page's scripts and styles | the page, without anything of the job |
 //! | `GET /api/job` | the job as JSON; with `?wait` after a second, or at the end of the job |
+//! | `POST /api/inspect` | `{}`; what the workers do, as text, after some seconds at most |
 //! | `POST /api/scale` | `{"num_workers": N}` |
 //! | `POST /api/stop` | `{}` |
 //!
@@ -76,12 +77,16 @@ impl Site {
                 let waits = request.uri().query() == Some("wait");
                 self.job(waits).await
             }
+            "/api/inspect" => {
+                let Nothing {} = json_of(request).await?;
+                self.command(PageCommand::Inspect).await
+            }
             "/api/scale" => {
                 let Scale { num_workers } = json_of(request).await?;
                 self.command(PageCommand::Scale(num_workers)).await
             }
             "/api/stop" => {
-                let Stop {} = json_of(request).await?;
+                let Nothing {} = json_of(request).await?;
                 self.command(PageCommand::Stop).await
             }
             _ => Err(not_found()),
@@ -119,11 +124,11 @@ impl Site {
         let (reply, answer) = oneshot::channel();
         let ending = || refused(StatusCode::SERVICE_UNAVAILABLE, "the job is ending");
         self.requests.try_send(PageRequest { command, reply }).map_err(|_| ending())?;
-        answer
+        let text = answer
             .await
             .map_err(|_| ending())?
             .map_err(|why| refused(StatusCode::BAD_REQUEST, &why))?;
-        Ok(response(StatusCode::OK, "application/json", "{}".into()))
+        Ok(response(StatusCode::OK, TEXT, text))
     }
 }
 
@@ -134,10 +139,10 @@ struct Scale {
     num_workers: u32,
 }
 
-/// The body of a request to stop the job.
+/// The body of a request to stop or to inspect the job.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Stop {}
+struct Nothing {}
 
 /// Checks that the request is for this machine, and comes from this server's page or from no page.
 fn check_origin(headers: &HeaderMap) -> Result<(), Refusal> {

@@ -190,6 +190,8 @@ impl Job {
             WorkerMessage::AllreduceTransport { generation, what } => {
                 self.on_allreduce_transport(worker, generation, &what);
             }
+            // What it says is for people.
+            WorkerMessage::Report { .. } => self.on_stacks(now, worker),
             WorkerMessage::Resumed { generation, phases, .. } => {
                 self.on_resumed(now, worker, generation, phases);
             }

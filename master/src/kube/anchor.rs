@@ -7,7 +7,7 @@
 //! |---|---|---|
 //! | `task`, `worker-pod` | the user, at submission | what to train, and the worker pod template |
 //! | `table-server-pod` | the user, at submission | the pod template of table servers, if there are any |
-//! | `num-workers`, `stop`, `suspend`, `checkpoint` | the user, later | requested changes |
+//! | `num-workers`, `stop`, `suspend`, `checkpoint`, `inspect` | the user, later | requests |
 //! | `requested-by` | the user, with each of them | who requested it: see `requests` |
 //! | `incarnation` | each master, at its start | number of masters so far: the fencing token |
 //! | `status`, `status-at` | the master | status of the job, as in `elasticdl status --json`; when it was written |
@@ -41,9 +41,10 @@ use k8s_openapi::api::core::v1::ConfigMap;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::jiff::Timestamp;
 use kube::Api;
-use kube::api::{ListParams, Patch, PatchParams, PostParams};
+use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use serde_json::json;
 use tokio::time::Instant;
+use tracing::debug;
 
 use super::client::{Cluster, ClusterError, is_code};
 use super::objects;
@@ -305,6 +306,15 @@ impl Anchor {
             .map_err(|error| self.cluster.explain("read a part of the job's anchor", error))?;
         Ok(found.and_then(|part| part.binary_data?.remove(PART)).map(|content| content.0))
     }
+
+    /// Deletes a ConfigMap that [`AnchorWriter::create_part`] created, if this user may. It goes
+    /// with the job anyway.
+    pub(super) async fn delete_part(&self, name: &str) {
+        let deleted = self.api().delete(name, &DeleteParams::default()).await;
+        if let Err(error) = deleted {
+            debug!(%error, name, "a part of the job's anchor is left until the job is deleted");
+        }
+    }
 }
 
 /// The status in an anchor; `None` if there is none that this release can read.
@@ -376,6 +386,8 @@ pub struct DesiredState {
     pub stop: Option<StopRequest>,
     /// Number of the last checkpoint request. A new number requests a checkpoint.
     pub checkpoint: Option<u64>,
+    /// Number of the last request to say what the workers do: see `inspection`.
+    pub inspect: Option<u64>,
     /// Whether the job is to be suspended, or resumed.
     pub suspend: Option<bool>,
 }
@@ -400,8 +412,9 @@ impl DesiredState {
             _ => None,
         });
         let checkpoint = data.get(CHECKPOINT).and_then(|text| text.trim().parse().ok());
+        let inspect = data.get(INSPECT).and_then(|text| text.trim().parse().ok());
         let suspend = data.get(SUSPEND).and_then(|text| text.trim().parse().ok());
-        Self { num_workers, stop, checkpoint, suspend }
+        Self { num_workers, stop, checkpoint, inspect, suspend }
     }
 }
 
@@ -448,6 +461,8 @@ pub(crate) const FILES: &str = "files";
 pub(crate) const HISTORY: &str = "history";
 /// Key of the number of masters so far.
 pub(crate) const INCARNATION: &str = "incarnation";
+/// Key of the number of the last request to say what the workers do.
+pub(crate) const INSPECT: &str = "inspect";
 /// Key of the name of the newest leading master's pod.
 pub(crate) const MASTER: &str = "master";
 /// Key of the desired number of workers.
@@ -490,12 +505,14 @@ mod tests {
             ("num-workers", " 4 "),
             ("stop", "true"),
             ("checkpoint", "7"),
+            ("inspect", "8"),
             ("suspend", "false"),
         ]));
         let expected = DesiredState {
             num_workers: Some(4),
             stop: Some(StopRequest::AtStep),
             checkpoint: Some(7),
+            inspect: Some(8),
             suspend: Some(false),
         };
         assert_eq!(all, expected);

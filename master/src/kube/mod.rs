@@ -24,6 +24,7 @@ pub mod existing;
 pub mod facts;
 pub(crate) mod file_list;
 pub mod gang;
+pub mod inspection;
 pub mod leader_lease;
 pub mod logs;
 pub(crate) mod master_address;

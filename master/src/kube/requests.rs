@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use tokio::time::timeout;
 use tracing::debug;
 
-use super::anchor::{Anchor, CHECKPOINT, Data, NUM_WORKERS, STOP, STOP_AT_ONCE, SUSPEND};
+use super::anchor::{Anchor, CHECKPOINT, Data, INSPECT, NUM_WORKERS, STOP, STOP_AT_ONCE, SUSPEND};
 use super::client::{Cluster, ClusterError, is_code};
 use super::events;
 
@@ -125,6 +125,7 @@ impl UserRequest {
             }
             SUSPEND => ("SuspendRequested", format!("{user} requests that the job is suspended")),
             CHECKPOINT => ("CheckpointRequested", format!("{user} requests a checkpoint")),
+            INSPECT => ("DebugRequested", format!("{user} asks what the workers do")),
             _ => ("DeletionRequested", format!("{user} deletes the job")),
         }
     }

@@ -6,7 +6,7 @@ use std::time::Instant;
 use crate::dashboard::{
     Dashboard, DashboardKey, JobOptions, PageCommand, PageRequest, ScaleLimits, Served,
 };
-use crate::event_loop::UserCommand;
+use crate::event_loop::{Inspector, UserCommand};
 use crate::job::{JobSpec, Snapshot, Time};
 use crate::jobdir::JobDir;
 use crate::progress::Progress;
@@ -72,9 +72,20 @@ pub(super) fn handle(
     spec: &JobSpec,
     escalation: &mut StopEscalation,
     commands: &mpsc::Sender<UserCommand>,
+    inspector: &Inspector,
 ) {
     let PageRequest { command, reply } = request;
     let command = match command {
+        PageCommand::Inspect => {
+            let inspector = inspector.clone();
+            tokio::spawn(async move {
+                let inspection = inspector.inspect().await.map(|inspection| inspection.to_string());
+                let answer = inspection.ok_or_else(|| "the job is ending".to_owned());
+                // The page may have been closed.
+                let _ = reply.send(answer);
+            });
+            return;
+        }
         PageCommand::Scale(num_workers) => {
             spec.check_scale(num_workers).map(|()| Some(UserCommand::Scale(num_workers)))
         }
@@ -87,7 +98,7 @@ pub(super) fn handle(
         command.map_or(Ok(()), |command| commands.try_send(command).map_err(busy))
     });
     // The page may have been closed.
-    let _ = reply.send(answer);
+    let _ = reply.send(answer.map(|()| String::new()));
 }
 
 const REQUESTS_MAX: usize = 4;
@@ -105,15 +116,18 @@ mod tests {
     fn requests_are_checked_and_a_second_stop_kills_nothing() {
         let (spec, mut escalation) = (spec(), StopEscalation::new(Duration::from_secs(30)));
         let (commands, mut received) = mpsc::channel(4);
+        let inspector = Inspector::without_master();
         let mut request = |command| {
             let (reply, mut answer) = oneshot::channel();
-            handle(PageRequest { command, reply }, &spec, &mut escalation, &commands);
+            let request = PageRequest { command, reply };
+            handle(request, &spec, &mut escalation, &commands, &inspector);
             answer.try_recv().unwrap()
         };
         let [low, high] = [spec.max_workers, spec.max_workers + 1].map(PageCommand::Scale);
-        assert_eq!(request(low), Ok(()));
+        let done = || Ok(String::new());
+        assert_eq!(request(low), done());
         assert!(request(high).is_err());
-        assert_eq!([PageCommand::Stop; 2].map(&mut request), [Ok(()), Ok(())]);
+        assert_eq!([PageCommand::Stop; 2].map(&mut request), [done(), done()]);
         let commands: Vec<_> = std::iter::from_fn(|| received.try_recv().ok()).collect();
         assert_eq!(commands, [UserCommand::Scale(spec.max_workers), UserCommand::Stop]);
         assert_eq!(escalation.first().map(Stop::exit_code), Some(143));

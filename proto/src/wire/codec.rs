@@ -9,10 +9,11 @@ use tonic::Status as Error;
 use tonic::codec::{DecodeBuf, Decoder, EncodeBuf, Encoder};
 
 use super::requests::{
-    CheckpointReply, CheckpointRequest, JoinRequest, JoinResponse, ScaleReply, ScaleRequest,
-    SharedMessage, StatusRequest, SuspendReply, SuspendRequest,
+    CheckpointReply, CheckpointRequest, InspectRequest, JoinRequest, JoinResponse, ScaleReply,
+    ScaleRequest, SharedMessage, StatusRequest, SuspendReply, SuspendRequest,
 };
 use super::{decode, encode, v1};
+use crate::inspection::Inspection;
 use crate::members::Members;
 use crate::message::MasterMessage;
 use crate::status::Status;
@@ -145,20 +146,32 @@ impl Wire for JoinResponse {
     }
 }
 
-impl Wire for Status {
-    type Sent = ();
-    type Received = ();
+/// Encodes and decodes replies that the schema has as JSON.
+macro_rules! as_json {
+    ($($reply:ident is $message:ident)*) => {$(
+        impl Wire for $message {
+            type Sent = ();
+            type Received = ();
 
-    fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
-        let json = serde_json::to_string(&self).expect("a status's keys are strings");
-        put(&v1::StatusReply { json }, buf);
-    }
+            fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
+                let json = serde_json::to_string(&self).expect("its keys are strings");
+                put(&v1::$reply { json }, buf);
+            }
 
-    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
-        let v1::StatusReply { json } = read(buf)?;
-        serde_json::from_str(&json)
-            .map_err(|error| Error::internal(format!("the master's status can't be read: {error}")))
-    }
+            fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
+                let v1::$reply { json } = read(buf)?;
+                serde_json::from_str(&json).map_err(|error| {
+                    let reply = stringify!($reply);
+                    Error::internal(format!("the master's {reply} can't be read: {error}"))
+                })
+            }
+        }
+    )*};
+}
+
+as_json! {
+    InspectReply is Inspection
+    StatusReply is Status
 }
 
 /// Encodes and decodes requests and replies whose fields are those of the schema.
@@ -184,6 +197,7 @@ macro_rules! as_in_schema {
 as_in_schema! {
     CheckpointReply { step }
     CheckpointRequest {}
+    InspectRequest {}
     ScaleReply { was }
     ScaleRequest { num_workers }
     StatusRequest {}

@@ -18,8 +18,8 @@ use crate::job::{Welcome, WorkerOptions};
 use crate::limits::{
     CHECKPOINT_NAME_BYTES_MAX, DATASET_FILES_MAX, DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX,
     METRIC_NAME_BYTES_MAX, METRICS_MAX, PARAMETERS_MAX, PATH_BYTES_MAX, PHASE_US_MAX,
-    PLACE_BYTES_MAX, SKIPPED_LISTED_MAX, SKIPPED_TEXT_BYTES_MAX, STEPS_MAX, SUMMARY_BYTES_MAX,
-    WORKERS_MAX, clip,
+    PLACE_BYTES_MAX, REPORT_BYTES_MAX, SKIPPED_LISTED_MAX, SKIPPED_TEXT_BYTES_MAX, STEPS_MAX,
+    SUMMARY_BYTES_MAX, WORKERS_MAX, clip,
 };
 use crate::members::Members;
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
@@ -143,6 +143,12 @@ fn worker_message(kind: worker_message::Kind) -> Checked<WorkerMessage> {
         },
         Kind::Reconnected(v1::Reconnected { step }) => {
             WorkerMessage::Reconnected { step: within("reconnected.step", step, 0, STEPS_MAX)? }
+        }
+        Kind::Report(v1::Report { request, json }) => {
+            within("report.json", json.len() as u64, 0, REPORT_BYTES_MAX)?;
+            let report =
+                serde_json::from_str(&json).map_err(|error| format!("report.json: {error}"))?;
+            WorkerMessage::Report { request, report: Box::new(report) }
         }
         Kind::Resumed(resumed) => WorkerMessage::Resumed {
             generation: generation("resumed.generation", resumed.generation)?,
@@ -318,6 +324,10 @@ fn master_message(before: &Members, kind: master_message::Kind) -> Checked<Maste
         Kind::Fetch(v1::Fetch { donors }) => {
             MasterMessage::Fetch(members("fetch.donors", &donors)?)
         }
+        Kind::Inspect(v1::Inspect { request, bytes_max }) => MasterMessage::Inspect {
+            request,
+            bytes_max: within("inspect.bytes_max", bytes_max, 1, REPORT_BYTES_MAX)?,
+        },
         Kind::Joiners(v1::Joiners { workers }) => {
             within("joiners.workers", workers.len() as u64, 0, WORKERS_MAX.into())?;
             MasterMessage::Joiners(workers.into_iter().map(WorkerId).collect())

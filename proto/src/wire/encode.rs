@@ -96,6 +96,10 @@ fn worker_message(message: WorkerMessage) -> worker_message::Kind {
         WorkerMessage::Leaving => Kind::Leaving(v1::Leaving {}),
         WorkerMessage::Ready { parameters } => Kind::Ready(v1::Ready { parameters }),
         WorkerMessage::Reconnected { step } => Kind::Reconnected(v1::Reconnected { step }),
+        WorkerMessage::Report { request, report } => {
+            let json = serde_json::to_string(&report).expect("its keys are strings");
+            Kind::Report(v1::Report { request, json })
+        }
         WorkerMessage::Resumed { generation, step, phases: took } => {
             let phases = Some(phases(took));
             Kind::Resumed(v1::Resumed { generation: generation.0, step, phases })
@@ -220,6 +224,9 @@ pub(super) fn master_message(message: &MasterMessage) -> v1::MasterMessage {
             Kind::Fetch(v1::Fetch { donors: donors.iter().map(member).collect() })
         }
         MasterMessage::GiveUp => Kind::Drain(v1::Drain { suspend: false, fail: true }),
+        MasterMessage::Inspect { request, bytes_max } => {
+            Kind::Inspect(v1::Inspect { request: *request, bytes_max: *bytes_max })
+        }
         MasterMessage::Joiners(joiners) => {
             Kind::Joiners(v1::Joiners { workers: joiners.iter().map(|id| id.0).collect() })
         }

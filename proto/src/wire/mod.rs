@@ -18,10 +18,11 @@ mod requests;
 
 pub use codec::{Codec, Receiver, Sender, Wire};
 pub use requests::{
-    CheckpointReply, CheckpointRequest, JoinRequest, JoinResponse, ScaleReply, ScaleRequest,
-    SharedMessage, StatusRequest, SuspendReply, SuspendRequest,
+    CheckpointReply, CheckpointRequest, InspectRequest, JoinRequest, JoinResponse, ScaleReply,
+    ScaleRequest, SharedMessage, StatusRequest, SuspendReply, SuspendRequest,
 };
 
+pub use crate::inspection::Inspection;
 pub use crate::status::Status;
 
 /// The generated messages of the schema.

@@ -104,6 +104,10 @@ impl PartialEq for SharedMessage {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StatusRequest;
 
+/// Asks all workers what they do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct InspectRequest;
+
 /// Changes the desired number of workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScaleRequest {

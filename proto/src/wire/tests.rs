@@ -247,6 +247,10 @@ fn every_message_of_a_worker_keeps_every_field() {
         WorkerMessage::Leaving,
         WorkerMessage::Ready { parameters: 5 },
         WorkerMessage::Reconnected { step: 9 },
+        WorkerMessage::Report {
+            request: 3,
+            report: Box::new(crate::WorkerReport { omitted: 5, ..Default::default() }),
+        },
         WorkerMessage::Resumed { generation, step: 9, phases },
         WorkerMessage::ShardDone {
             range: ranges[0],
@@ -292,6 +296,7 @@ fn every_message_of_a_master_keeps_every_field() {
         MasterMessage::Drain,
         MasterMessage::Fetch(membership().members.to_vec()),
         MasterMessage::GiveUp,
+        MasterMessage::Inspect { request: 3, bytes_max: 4096 },
         MasterMessage::Joiners(vec![WorkerId(4), WorkerId(5)]),
         MasterMessage::KeepCheckpoint,
         MasterMessage::Lease(vec![RecordRange { epoch: 1, start: 2, end: 5 }]),

@@ -88,6 +88,7 @@ impl World {
             | MasterMessage::Drain
             | MasterMessage::Fetch(_)
             | MasterMessage::GiveUp
+            | MasterMessage::Inspect { .. }
             | MasterMessage::Joiners(_)
             | MasterMessage::KeepCheckpoint
             | MasterMessage::Prepare(_)

@@ -78,6 +78,9 @@ fn the_page_is_for_those_with_the_key_on_this_machine() {
     job.wait_for("the survivor's pause", |_| {
         page.job()["history"]["workers"][&survivor]["times"]["recovery_us"].as_u64() > Some(0)
     });
+    assert_eq!(page.ask("POST /api/inspect", (own, ""), "{}").0, 401);
+    let (code, text) = page.ask("POST /api/inspect", (own, key), "{}");
+    assert!(code == 200 && text.contains(&format!("worker {survivor}, rank ")), "{text}");
     assert_eq!(scale(own, key, two), 200);
     job.wait_for_members(2);
     let log = std::fs::read_to_string(job_dir.join("logs/master.log")).unwrap();

@@ -10,6 +10,7 @@ mod audit;
 mod chaos;
 mod checkpoints;
 mod dashboard;
+mod debug;
 mod deterministic;
 mod disk;
 mod encryption;

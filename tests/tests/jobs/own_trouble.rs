@@ -19,6 +19,10 @@ fn a_worker_whose_trainer_hangs_logs_its_stacks_and_is_replaced() {
     let logs = files.map(|file| std::fs::read_to_string(file.unwrap().path()).unwrap());
     let told = |log: &String| log.contains("this worker hangs") && log.contains("Counting");
     assert_eq!(logs.filter(told).count(), 1);
+    let log = std::fs::read_to_string(fixture.path("job/logs/master.log")).unwrap();
+    let (before, _) = log.split_once(" and is evicted").unwrap();
+    assert!(before.contains(" hangs\n") && before.contains("hang_if_first"), "{log}");
+    assert!(log.contains(": evicted\n"), "{log}");
 }
 
 /// The others wait for it for half of the minute after which a stop gives the state up.

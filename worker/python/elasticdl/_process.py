@@ -2,6 +2,7 @@
 
 import atexit
 import faulthandler
+import fcntl
 import os
 import signal
 import sys
@@ -26,8 +27,10 @@ class Process:
             raise RuntimeError("this process has joined its job already; call join() once")
         if _elasticdl.is_supervisor():
             _become_supervisor()
-        _register_stacks()
-        job = kind(_elasticdl.Core.join())
+        core = _elasticdl.Core.join()
+        if not core.is_alone:
+            _watch_stacks()
+        job = kind(core)
         self.enter(job)
         return job
 
@@ -106,14 +109,30 @@ def _become_supervisor():
     os.execv(sys.executable, [sys.executable, "-c", code, packages, *program])
 
 
-def _register_stacks():
-    """Lets a worker that hangs write the stacks of its threads to its log."""
-    if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL and sys.__stderr__ is not None:
-        try:
-            faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
-        except (OSError, ValueError, AttributeError):
-            # Standard error is closed: there is no log.
-            pass
+def _watch_stacks():
+    """Makes the stacks of all Python threads a part of what this worker reports of itself.
+
+    A thread writes them on request. The handler of SIGUSR2, unless the program has one, writes them
+    when other code does not let go of the interpreter's lock.
+    """
+    ask, asking = os.pipe()
+    told, telling = os.pipe()
+    dump = os.memfd_create("stacks")
+    # The native code empties the file, and writes go to its end.
+    fcntl.fcntl(dump, fcntl.F_SETFL, os.O_APPEND)
+    if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+        faulthandler.register(signal.SIGUSR2, file=dump)
+    _elasticdl.watch_stacks(*(f"/proc/self/fd/{fd}" for fd in (asking, told, dump)), signal.SIGUSR2)
+    os.close(asking)
+    os.close(told)
+    name = "elasticdl-stacks"
+    threading.Thread(target=_serve_stacks, args=(ask, telling, dump), name=name, daemon=True).start()
+
+
+def _serve_stacks(ask, telling, dump):
+    while os.read(ask, 1):
+        faulthandler.dump_traceback(file=dump)
+        os.write(telling, b"1")
 
 
 process = Process()

@@ -13,8 +13,11 @@ mod ring;
 mod rows;
 
 use std::ffi::OsString;
+use std::fs::File;
+use std::path::PathBuf;
 
-use elasticdl::external::Worker;
+use elasticdl::external::{ProgramStacks, Worker};
+use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 
 /// The extension module of `elasticdl`.
@@ -32,6 +35,7 @@ fn _elasticdl(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(id_of, module)?)?;
     module.add_function(wrap_pyfunction!(is_supervisor, module)?)?;
     module.add_function(wrap_pyfunction!(supervise, module)?)?;
+    module.add_function(wrap_pyfunction!(watch_stacks, module)?)?;
     Ok(())
 }
 
@@ -58,5 +62,20 @@ fn supervise(py: Python<'_>, program: Vec<OsString>) -> PyResult<u8> {
 #[pyfunction]
 fn die_with_parent() -> PyResult<()> {
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
-        .map_err(|error| pyo3::exceptions::PyOSError::new_err(error.to_string()))
+        .map_err(|error| PyOSError::new_err(error.to_string()))
+}
+
+/// Makes Python's stacks a part of what this worker reports of itself. A byte to `ask`, a pipe,
+/// requests that they are written to the file `dump`; a byte of `told` says that they are. The
+/// handler of `signal` writes them there as well.
+#[pyfunction]
+fn watch_stacks(ask: PathBuf, told: PathBuf, dump: PathBuf, signal: i32) -> PyResult<()> {
+    let open = || {
+        let ask = File::options().write(true).open(ask)?;
+        let dump = File::options().read(true).write(true).open(dump)?;
+        Ok(ProgramStacks { ask, told: File::open(told)?, dump, signal })
+    };
+    let stacks = open().map_err(|error: std::io::Error| PyOSError::new_err(error.to_string()))?;
+    elasticdl::external::watch_stacks(stacks);
+    Ok(())
 }

@@ -279,8 +279,35 @@ class RingTest(unittest.TestCase):
                 ring.all_reduce(Tensor(shape))
 
 
+HANGS = """
+import ctypes, os, time, elasticdl
+job = elasticdl.join()
+job.model(60, update=lambda step, total: None)
+def hangs_in_sleep():
+    time.sleep(1e6)
+def hangs_with_lock():
+    # Without letting go of the interpreter's lock.
+    ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+sampler = job.sampler(60, micro_batch=7)
+for indices in (indices for _ in job.epochs() for indices in sampler):
+    hangs_in_sleep() if os.environ["ELASTICDL_LAUNCH"] == "1" else hangs_with_lock()
+"""
+
+
 @needs_elasticdl
 class Jobs(CountingTest):
+    def test_the_python_stacks_of_workers_that_hang_are_shown(self):
+        with RunningJob(["-c", HANGS], workers=2, options=["--step-timeout", "1h"]) as job:
+            job.wait_for("two workers", lambda status: len(status["workers"]) == 2)
+            wanted = {"hangs_in_sleep (<string>:", "hangs_with_lock (<string>:"}
+            deadline = time.monotonic() + 60
+            while missing := [name for name in wanted if name not in job.command("debug").stdout]:
+                self.assertLess(time.monotonic(), deadline, (missing, job.command("debug")))
+            # Once more, while a request of Python's thread is open.
+            shown = job.command("debug").stdout
+            self.assertTrue(all(name in shown for name in wanted), shown)
+            job.command("stop", "--force")
+
     """Jobs with a master."""
 
     RECORDS, EPOCHS = 3000, 2

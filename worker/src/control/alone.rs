@@ -19,7 +19,7 @@ impl Control {
     pub(crate) fn alone(welcome: Welcome, address: SocketAddr) -> Result<Self, String> {
         let (to_trainer, inbox) = channel();
         let (messages, mut from_trainer) = mpsc::unbounded_channel();
-        let outbox = Outbox { messages, holds_state: Arc::default() };
+        let outbox = Outbox::new(messages);
         let master = LoneMaster { worker: welcome.worker, address };
         let thread = std::thread::Builder::new()
             .name("control".into())

@@ -7,8 +7,8 @@ use std::sync::Mutex;
 use elasticdl_data::worker::with_patience;
 use elasticdl_proto::wire::master_server::{Master, MasterServer};
 use elasticdl_proto::wire::{
-    CheckpointReply, CheckpointRequest, ScaleReply, ScaleRequest, StatusRequest, SuspendReply,
-    SuspendRequest,
+    CheckpointReply, CheckpointRequest, InspectRequest, ScaleReply, ScaleRequest, StatusRequest,
+    SuspendReply, SuspendRequest,
 };
 use elasticdl_proto::{Finished, Location, MasterMessage, Membership, Resume, WorkerId};
 use tokio_stream::wrappers::TcpListenerStream;
@@ -64,6 +64,13 @@ impl Master for TestMaster {
         &self,
         _: Request<StatusRequest>,
     ) -> Result<Response<elasticdl_proto::Status>, Status> {
+        Err(Status::unimplemented("not called by this test"))
+    }
+
+    async fn inspect(
+        &self,
+        _: Request<InspectRequest>,
+    ) -> Result<Response<elasticdl_proto::Inspection>, Status> {
         Err(Status::unimplemented("not called by this test"))
     }
 

@@ -47,6 +47,7 @@ pub use self::program_ring::{ProgramRing, RingMembers};
 pub use self::seed::{Keyed, seed_of};
 pub use self::share::{Share, StepShare};
 pub use self::worker::{AloneOptions, JobOptions, Worker, WorkerError};
+pub use crate::inspection::program::{ProgramStacks, watch as watch_stacks};
 pub use crate::state_buffer::{ProgramMemory, StateMemory, zeros};
 
 #[cfg(test)]

@@ -120,6 +120,34 @@ pub enum Task {
 }
 
 impl Task {
+    /// What a worker does in this task, for people: the predicate of a sentence.
+    pub(crate) fn activity(&self) -> &'static str {
+        match self {
+            Self::Audit(_) => "computes records of another rank again, to audit it,",
+            Self::BuildNccl => "builds the group's NCCL communicator",
+            Self::Broadcast { .. } => "takes part in a broadcast of the group's state",
+            Self::Compute { .. } => "reads and computes its records of a step",
+            Self::Connect(_) => "builds the links of its group",
+            Self::CreateState => "creates the group's state",
+            Self::EndRepair => "agrees with its group on the state",
+            Self::Evaluate(_) => "evaluates the model",
+            Self::Exit(_) => "ends",
+            Self::Fetch(..) => "fetches the group's state",
+            Self::Finish { .. } => "finishes: it exports the model and reports the final state,",
+            Self::HandOver { .. } => "copies rows of tables from workers that leave",
+            Self::InspectGradient => "examines its gradient",
+            Self::StandBy => "waits for the master to take it back or to release it",
+            Self::Recheck(_) => "computes parts of a step again",
+            Self::Step { .. } => "sums the gradient with its group",
+            Self::Synchronize => "compares its state with its group",
+            Self::ExchangeHeaders { .. } => "waits with its group for work",
+            Self::Update { .. } => "updates the parameters",
+            Self::Wait => "waits for a message of the master",
+        }
+    }
+}
+
+impl Task {
     /// The records that the task computes.
     pub fn records(&self) -> &[RecordRange] {
         match self {

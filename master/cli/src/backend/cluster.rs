@@ -14,12 +14,13 @@ use elasticdl_master::kube::anchor::{
 };
 use elasticdl_master::kube::client::{Cluster, ClusterChoice};
 use elasticdl_master::kube::facts::read_facts;
+use elasticdl_master::kube::inspection::{self, InspectionError};
 use elasticdl_master::kube::logs::LogSource;
 use elasticdl_master::kube::objects::Task;
 use elasticdl_master::kube::requests::{DELETE, REQUESTED_BY, UserRequest, request};
 use elasticdl_master::kube::{anchor, logs, master_pods, objects, pods, route, silence, submit};
 use elasticdl_master::lineage::JobFacts;
-use elasticdl_proto::{DisconnectedStatus, Status};
+use elasticdl_proto::{DisconnectedStatus, Inspection, Status};
 use tokio::runtime::Runtime;
 
 pub(crate) use self::follow::{FollowOutput, detach, follow};
@@ -169,6 +170,26 @@ impl JobHandle for ClusterHandle {
         })?;
         let summary = serde_json::from_str(json).map_err(|error| unreadable("summary", &error))?;
         Ok(cluster_page::report(summary, &data))
+    }
+
+    fn inspect(&self) -> Result<Inspection, Failure> {
+        let obstacle = self.check_running(&self.data()?)?;
+        let asked = self.runtime.block_on(inspection::ask(&self.cluster, &self.name));
+        let mut found = asked.map_err(|error| match (error, obstacle) {
+            (InspectionError::Cluster(error), _) => error.into(),
+            (error @ InspectionError::NoAnswer(_), Some(why)) => {
+                Failure::failed(format!("{error} {why}"))
+            }
+            (error, _) => Failure::failed(error.to_string()),
+        })?;
+        // The pods are known to the API server alone.
+        let located = self.status().map(|status| status.workers).unwrap_or_default();
+        for worker in &mut found.workers {
+            if let Some(known) = located.iter().find(|known| known.worker == worker.worker) {
+                (worker.pod, worker.node) = (known.pod.clone(), known.node.clone());
+            }
+        }
+        Ok(found)
     }
 
     fn facts(&self) -> Result<JobFacts, Failure> {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use elasticdl_master::job::LaunchId;
 use elasticdl_master::lineage::JobFacts;
-use elasticdl_proto::Status;
+use elasticdl_proto::{Inspection, Status};
 
 use crate::process::Failure;
 
@@ -28,6 +28,9 @@ pub(crate) trait JobHandle {
 
     /// The dashboard of the job, which has ended, as an HTML file.
     fn report(&self) -> Result<String, Failure>;
+
+    /// Asks the workers what they do. Takes some ten seconds at most.
+    fn inspect(&self) -> Result<Inspection, Failure>;
 
     /// What is known of the job's records, and of its steps.
     fn facts(&self) -> Result<JobFacts, Failure>;

@@ -18,8 +18,8 @@ use elasticdl_master::jobdir::{
 };
 use elasticdl_master::lineage::JobFacts;
 use elasticdl_master::worker_output::WorkerOutput;
-use elasticdl_proto::wire::{CheckpointRequest, ScaleRequest, SuspendRequest};
-use elasticdl_proto::{Status, Summary};
+use elasticdl_proto::wire::{CheckpointRequest, InspectRequest, ScaleRequest, SuspendRequest};
+use elasticdl_proto::{Inspection, Status, Summary};
 
 use self::connection::{Connection, to_failure};
 use super::checkpoint_wait::CheckpointWait;
@@ -130,6 +130,15 @@ impl JobHandle for LocalHandle {
 
     fn report(&self) -> Result<String, Failure> {
         report::report(&self.root)
+    }
+
+    fn inspect(&self) -> Result<Inspection, Failure> {
+        new_runtime()?.block_on(async {
+            let mut connection = self.connect().await?;
+            let answer = connection
+                .request(InspectRequest, async |client, request| client.inspect(request).await);
+            answer.await.map_err(|status| self.refused(status))
+        })
     }
 
     fn facts(&self) -> Result<JobFacts, Failure> {

@@ -10,6 +10,7 @@ use super::checkpoint::{self, CheckpointArgs};
 use super::completions::{self, CompletionsArgs};
 use super::convert::{self, ConvertArgs};
 use super::dashboard::{self, DashboardArgs};
+use super::debug::{self, DebugArgs};
 use super::delete::{self, DeleteArgs};
 use super::doctor::{self, DoctorArgs};
 use super::evaluate::{self, EvaluateArgs};
@@ -65,6 +66,11 @@ pub(crate) enum Command {
     /// scale and stop the job. The master of a local job serves it on 127.0.0.1. The link contains
     /// a key: anyone with the link can watch and control the job.
     Dashboard(DashboardArgs),
+    /// Show what the workers of a running job do, and why it hangs: their threads, links, messages.
+    ///
+    /// The workers are asked, also those that hang. A worker that can't answer is shown by what the
+    /// kernel says of its process.
+    Debug(DebugArgs),
     /// Carry out the job that a Job of `batch/v1` declares. The Job's pod runs this command.
     #[command(hide = true)]
     Declare,
@@ -164,6 +170,7 @@ fn run() -> Result<u8, Failure> {
         Command::Completions(args) => completions::completions(&args, Cli::command()),
         Command::Convert(args) => convert::convert(&args),
         Command::Dashboard(args) => dashboard::dashboard(&args),
+        Command::Debug(args) => debug::debug(&args),
         Command::Declare => start::declare(read_start),
         Command::Delete(args) => delete::delete(&args),
         Command::Doctor(args) => doctor::doctor(&args),

@@ -5,6 +5,7 @@ mod command_line;
 mod completions;
 mod convert;
 mod dashboard;
+mod debug;
 mod delete;
 mod doctor;
 mod evaluate;

@@ -235,6 +235,7 @@
     events(history);
     limits = page.scale;
     dom.id("controls").hidden = !(page.live && limits);
+    dom.id("inspect").hidden = !(page.live && limits);
     const input = dom.id("num-workers");
     if (limits && input.value === "") {
       Object.assign(input, { min: limits.min, max: limits.max, step: limits.step });
@@ -266,6 +267,20 @@
     } catch { /* The message says so. */ }
     dom.text(answer, message);
     answer.classList.toggle("trouble", !isDone);
+  }
+
+  /** Asks the workers what they do, which takes some seconds if one of them hangs. */
+  async function inspect() {
+    const [button, shown] = [dom.id("inspect"), dom.id("inspection")];
+    button.disabled = true;
+    dom.id("inspection-section").hidden = false;
+    dom.text(shown, "The workers are asked …");
+    try {
+      dom.text(shown, await (await request("api/inspect", {})).text());
+    } catch {
+      dom.text(shown, "The master does not answer.");
+    }
+    button.disabled = false;
   }
 
   async function poll() {
@@ -320,6 +335,7 @@
       post("api/scale", { num_workers: workersWanted },
         `The job is scaled to ${text.count(workersWanted, "worker", "workers")}.`);
     });
+    dom.id("inspect").addEventListener("click", inspect);
     dom.id("stop").addEventListener("click", () => dom.id("confirm").showModal());
     dom.id("confirm").addEventListener("close", () => {
       if (dom.id("confirm").returnValue !== "stop") return;

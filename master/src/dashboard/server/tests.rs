@@ -117,12 +117,13 @@ async fn a_command_with_the_key_reaches_the_job_and_its_reply_the_page() {
     let json = "content-type: application/json\r\n";
     let headers = format!("{own}{origin}{json}{key}");
     let table = [
-        ("POST /api/scale", r#"{"num_workers":3}"#, PageCommand::Scale(3), Ok(()), 200),
+        ("POST /api/scale", r#"{"num_workers":3}"#, PageCommand::Scale(3), Ok(""), 200),
         ("POST /api/scale", r#"{"num_workers":99}"#, PageCommand::Scale(99), Err("at most 8"), 400),
-        ("POST /api/stop", "{}", PageCommand::Stop, Ok(()), 200),
+        ("POST /api/stop", "{}", PageCommand::Stop, Ok(""), 200),
+        ("POST /api/inspect", "{}", PageCommand::Inspect, Ok("worker 1"), 200),
     ];
     for (request, body, command, reply, expected) in table {
-        let reply = reply.map_err(str::to_owned);
+        let reply = reply.map(str::to_owned).map_err(str::to_owned);
         // Requests borrow the server, whose receiver is served meanwhile.
         let mut requests = std::mem::replace(&mut server.requests, mpsc::channel(1).1);
         let asking = server.ask(request, &headers, body);
@@ -133,7 +134,8 @@ async fn a_command_with_the_key_reaches_the_job_and_its_reply_the_page() {
         };
         let (answer, ()) = tokio::join!(asking, serving);
         assert_eq!(code(&answer), expected, "{answer}");
-        assert!(reply.is_ok() || answer.contains("at most 8"), "{answer}");
+        let text = reply.unwrap_or_else(|error| error);
+        assert!(answer.contains(&text), "{answer}");
         server.requests = requests;
     }
     let no_key = format!("{own}{json}");
@@ -142,6 +144,8 @@ async fn a_command_with_the_key_reaches_the_job_and_its_reply_the_page() {
     let table = [
         ("POST /api/scale", no_key.as_str(), r#"{"num_workers":3}"#, 401),
         ("POST /api/stop", &no_key, "{}", 401),
+        ("POST /api/inspect", &no_key, "{}", 401),
+        ("GET /api/inspect", &headers, "", 405),
         ("POST /api/scale", &headers, r#"{"num_workers":-3}"#, 400),
         ("POST /api/scale", &headers, r#"{"num_workers":3,"x":1}"#, 400),
         ("POST /api/scale", &headers, &long, 413),

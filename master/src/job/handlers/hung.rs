@@ -3,11 +3,11 @@
 //!
 //! A member computes for as long as it needs, and the others wait for it. What is too long follows
 //! from the job itself: `--step-timeout`, or by default many times the longest usual step. Then
-//! the worker writes the stacks of its threads to its log, and is evicted. That is a failure: code
-//! that hangs at the same step each time ends the job.
+//! the worker reports the stacks of its threads, to its log and to the master's, and is evicted.
+//! That is a failure: code that hangs at the same step each time ends the job.
 //!
 //! ```text
-//!  all others wait ──limit──► ReportStacks ──STACKS_WAIT──► evicted, counted, replaced
+//!  all others wait ──limit──► ReportStacks ──report, STACKS_WAIT──► evicted, counted, replaced
 //! ```
 //!
 //! A group in which no member waits and nothing is committed hangs as well. Its last member goes
@@ -62,6 +62,14 @@ impl Job {
         if let Some(hung) = hung {
             self.evict_hung(now, hung, "the stacks of its threads are in its log");
             self.reconcile(now);
+        }
+    }
+
+    /// Evicts a member that has reported its stacks, if it was asked for them and still hangs.
+    pub(crate) fn on_stacks(&mut self, now: Time, worker: WorkerId) {
+        if self.out.has_timer(Timer::Hung(worker)) {
+            self.out.cancel_timer(Timer::Hung(worker));
+            self.on_hung_due(now, worker);
         }
     }
 
@@ -225,7 +233,7 @@ impl Job {
     }
 }
 
-/// How long a hung member may take to write the stacks of its threads.
+/// How long a hung member may take to report the stacks of its threads.
 const STACKS_WAIT: Duration = Duration::from_secs(2);
 /// The least limit that is learned: users' code compiles, loads and prints in a step.
 const LIMIT_MIN: Duration = Duration::from_secs(600);

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use elasticdl_proto::{
     CheckpointsSummary, DisconnectedStatus, Evaluated, EvaluationsSummary, Generation,
@@ -97,6 +98,11 @@ impl Job {
             events_emitted: self.reporting.events_emitted(),
             progress: self.progress(),
         }
+    }
+
+    /// How long a worker with an open stream has been silent.
+    pub(crate) fn silence(&self, now: Time, worker: WorkerId) -> Option<Duration> {
+        self.workers.get(worker).map(|known| now.since(known.heard()))
     }
 
     pub(crate) fn state(&self) -> &'static str {

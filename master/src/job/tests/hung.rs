@@ -91,6 +91,18 @@ fn a_member_for_which_all_others_wait_too_long_reports_its_stacks_and_is_evicted
 }
 
 #[test]
+fn a_member_that_has_reported_its_stacks_is_evicted_at_once() {
+    let mut job = job(3, Some(30));
+    let report = || WorkerMessage::Report { request: 0, report: Default::default() };
+    deliver(&mut job, 0, 2, report());
+    pass(&mut job, (0, 31), &[1, 2, 3], &[(1, 0), (3, 0)]);
+    assert_eq!(asked_and_killed(&mut job), (vec![2], vec![]));
+    deliver(&mut job, 31_000, 2, report());
+    assert_eq!(asked_and_killed(&mut job), (vec![], vec![2]));
+    assert_eq!(job.lifecycle.failures(), 1);
+}
+
+#[test]
 fn a_member_that_finishes_its_part_meanwhile_stays() {
     let mut job = job(3, Some(30));
     pass(&mut job, (0, 31), &[1, 2, 3], &[(1, 0), (3, 0)]);

@@ -385,7 +385,8 @@ impl World {
                 p.up.push_back(WorkerMessage::Described(Ok(dataset(&[records])), None))
             }
             MasterMessage::Drain => p.drained = true,
-            MasterMessage::Joiners(_)
+            MasterMessage::Inspect { .. }
+            | MasterMessage::Joiners(_)
             | MasterMessage::KeepCheckpoint
             | MasterMessage::ReportStacks => {}
             MasterMessage::Lease(_) => panic!("a group needs no leases"),
