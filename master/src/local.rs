@@ -515,8 +515,11 @@ fn share_of(cores: usize, workers: u32) -> usize {
     (cores / (workers.max(1) as usize)).max(1)
 }
 
+/// A shell that starts a program, such as a script of the user, gives its own code to the signal
+/// that has ended the program, as containers do: 128 and its number.
 fn exit_of(status: ExitStatus) -> Exit {
     match (status.code(), status.signal()) {
+        (Some(code @ 129..=192), _) => Exit::Signal(code - 128),
         (Some(code), _) => Exit::Code(code),
         (None, Some(signal)) => Exit::Signal(signal),
         (None, None) => Exit::NotStarted("it neither exited nor was killed".into()),

@@ -84,6 +84,7 @@ async fn the_exit_of_a_process_is_reported() {
         ("exit 3", Exit::Code(3)),
         ("kill -KILL $$", Exit::Signal(9)),
         ("kill -SEGV $$", Exit::Signal(11)),
+        ("sh -c 'kill -KILL $$'; exit $?", Exit::Signal(9)),
     ] {
         assert_eq!(next_ended(&mut shell.start(script)).await, (LAUNCH, exit), "{script}");
     }

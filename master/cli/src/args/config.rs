@@ -107,11 +107,7 @@ impl<'a> Options<'a> {
 
     fn add(&mut self, key: String, value: Value) -> Result<(), String> {
         let Some(arg) = option(self.command, &key).filter(|_| !NOT_IN_FILE.contains(&&*key)) else {
-            let replaced = REPLACED.iter().find(|(name, _)| *name == key);
-            return Err(match replaced {
-                Some((_, instead)) => format!("`{key}` is an option no longer; {instead}"),
-                None => self.unknown(&key),
-            });
+            return Err(self.unknown(&key));
         };
         let words = match (value, arg.get_action()) {
             (Value::Boolean(false), ArgAction::SetTrue) => Vec::new(),
@@ -269,11 +265,6 @@ const CONFIG: &str = "config";
 /// Options that select what the command does, not how the job runs.
 const NOT_IN_FILE: [&str; 6] = ["config", "help", "help-all", "print-config", "resume", "version"];
 const PROGRAM: &str = "program";
-/// Options of earlier builds, and what takes their place.
-const REPLACED: [(&str, &str); 2] = [
-    ("no-table-look-ahead", "rows are always looked up while the step before is computed"),
-    ("shuffle-buffer", "write `shuffle = \"block:N\"`, with the number of records"),
-];
 
 #[cfg(test)]
 mod tests {
@@ -342,8 +333,6 @@ mod tests {
             ("num-worker = 4", &["`num-worker`", "`num-workers`"][..]),
             ("num_workers = 4", &["`num_workers`", "`num-workers`"]),
             ("programm = ['a']", &["`programm`", "`program`"]),
-            ("shuffle-buffer = 100", &["`shuffle-buffer`", "`shuffle = \"block:N\"`"]),
-            ("no-table-look-ahead = true", &["`no-table-look-ahead`", "always"]),
             ("resume = 'job'", &["`resume` is not a key"]),
             ("config = 'job'", &["`config` is not a key"]),
             ("local = 'yes'", &["`local` must be true or false"]),

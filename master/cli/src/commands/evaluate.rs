@@ -95,6 +95,7 @@ mod tests {
             "seed",
             "shard-optimizer",
             "shuffle",
+            "spares",
             "success-policy",
             "table-lag",
             "table-memory",
