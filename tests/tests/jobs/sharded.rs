@@ -113,7 +113,7 @@ fn a_group_that_has_lost_both_copies_goes_back_to_the_newest_checkpoint() {
 #[test]
 fn a_job_goes_on_from_the_checkpoints_of_either_mode_with_another_number_of_workers() {
     for shards in [true, false] {
-        let first = JobFixture { micros_per_record: 200, ..fixture(3) };
+        let first = JobFixture { micros_per_record: 1000, ..fixture(3) };
         let dir = first.folder.path().join("checkpoints");
         let of_first = first.command(1).option("checkpoint-dir", &dir);
         let of_first = of_first.option("checkpoint-every", "15");

@@ -431,7 +431,7 @@ fn is_form(word: &str, refused: &str) -> bool {
 const COLUMNS_MAX: usize = 100;
 
 /// Files that read the wall clock, and what for.
-const WALL_CLOCK: [(&str, &str); 17] = [
+const WALL_CLOCK: [(&str, &str); 18] = [
     ("master/cli/src/backend/cluster.rs", "times shown to the user"),
     ("master/cli/src/backend/list.rs", "times shown to the user"),
     ("master/cli/src/commands/start/cluster_job.rs", "times of lines of output"),
@@ -444,6 +444,7 @@ const WALL_CLOCK: [(&str, &str); 17] = [
     ("master/src/kube/client.rs", "time where the API server does not tell its own"),
     ("master/src/kube/declaration.rs", "times of Events"),
     ("master/src/kube/events.rs", "times of Events"),
+    ("master/src/kube/inspection.rs", "a number of the request that no earlier one has"),
     ("master/src/kube/leader_lease.rs", "times in the Lease, for its readers"),
     ("master/src/kube/requests.rs", "times of Events"),
     ("master/src/mlflow.rs", "times of metrics"),

@@ -225,7 +225,7 @@ fn only_an_unfinished_job_without_a_master_is_resumed_and_with_its_original_opti
         "continues jobs of format",
     ]);
     fs::write(home.path("job/job.json"), "null").unwrap();
-    home.run(&["train", "--resume", "./job"]).assert_refused(&["job.json", "can't resume"]);
+    home.run(&["train", "--resume", "./job"]).assert_refused(&["job.json", "can't use"]);
 }
 
 #[test]
