@@ -28,7 +28,7 @@ class Process:
         if _elasticdl.is_supervisor():
             _become_supervisor()
         core = _elasticdl.Core.join()
-        if not core.is_alone:
+        if core is not None:
             _watch_stacks()
         job = kind(core)
         self.enter(job)
