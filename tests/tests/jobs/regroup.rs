@@ -216,3 +216,22 @@ fn spares_take_the_places_of_lost_workers_in_the_same_generation() {
     let sizes: Vec<u32> = ended.memberships().iter().map(|m| m.world_size).collect();
     assert!(sizes.iter().all(|&size| size == 3), "{sizes:?}");
 }
+
+#[test]
+fn a_group_that_is_lost_as_a_whole_goes_on_with_the_state_of_its_spares() {
+    let fixture = JobFixture::new(PROGRAMS, 1).lasting();
+    let mut job = fixture.command(0).option("spares", "2").start();
+    for _ in 0..3 {
+        // The first ones were there before the group, and later ones have lost their donors.
+        job.wait_for("two spares", |status| {
+            let spares = status.workers.iter().filter(|worker| worker.state == "spare").count();
+            spares == 2 && status.members().count() == 1
+        });
+        job.wait_for_next_step();
+        send(job.members()[0].1, Signal::KILL);
+    }
+    fixture.hurry();
+    let ended = job.wait();
+    assert_eq!(ended.summary().state_lost, None, "{}", ended.output);
+    ended.assert_exactly_once("with spares", fixture.records, fixture.epochs);
+}

@@ -34,6 +34,9 @@ def launch(function, *arguments, **options):
         raise RuntimeError(
             "there is no command elasticdl on the PATH; install it, or set ELASTICDL to its path"
         )
+    for option in "detach", "dry_run", "local":
+        if options.get(option):
+            raise ValueError(f"launch() waits for a job and decides where it runs: no {option}=")
     call = _pickled(function, arguments)
     folder = pathlib.Path(tempfile.mkdtemp(prefix="elasticdl-"))
     options = {"summary": folder / "summary.json", **options}

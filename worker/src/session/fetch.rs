@@ -20,6 +20,7 @@ impl Session {
         if !may_fetch || donors.is_empty() {
             return;
         }
+        self.fetch.reported = false;
         if self.job.shards_optimizer {
             // The parameters come with the group, and nothing else is needed to compute.
             return self.join_without_state();
@@ -52,7 +53,7 @@ impl Session {
     pub fn caught_up(&mut self) {
         if self.phase == Phase::Fetching && self.fetch.generation.is_some() && !self.fetch.reported
         {
-            self.fetch.reported = true;
+            (self.fetch.reported, self.fetch.lost) = (true, 0);
             self.reports.push(WorkerMessage::CaughtUp { step: self.step() });
         }
     }

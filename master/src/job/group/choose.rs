@@ -3,6 +3,7 @@
 use elasticdl_proto::WorkerId;
 
 use super::generation::{Change, Formation, Group};
+use crate::job::time::Time;
 
 /// Constraints on the next generation.
 #[derive(Clone, Copy, Debug)]
@@ -11,6 +12,8 @@ pub(crate) struct Limits {
     pub(crate) min: usize,
     /// Members that are no table servers, and table servers. Further workers are spares.
     pub(crate) wanted: [usize; 2],
+    /// A joiner that was not heard since is not waited for.
+    pub(crate) heard_since: Time,
     /// Whether a group without a state still waits for workers that are starting.
     pub(crate) join_window_open: bool,
     /// Whether workers may join.
@@ -26,8 +29,8 @@ pub(crate) trait Candidates {
     fn get(&self, worker: WorkerId) -> Option<Candidate>;
 
     /// Workers that can be members and are not, oldest first, and whether they have the group's
-    /// state, so that the group need not wait for them.
-    fn joiners(&self) -> impl Iterator<Item = (WorkerId, bool)>;
+    /// state, so that the group need not wait for them. Without those that were last heard before.
+    fn joiners(&self, heard_since: Time) -> impl Iterator<Item = (WorkerId, bool)>;
 
     /// Workers that leave without which a membership was published, until its group has formed.
     fn reserve(&self) -> impl Iterator<Item = WorkerId>;
@@ -76,7 +79,8 @@ impl Group {
                 *left = left.saturating_sub(1);
                 has_room
             };
-            let joiners = workers.joiners().filter(|&(_, is_caught_up)| may(is_caught_up));
+            let joiners = workers.joiners(limits.heard_since);
+            let joiners = joiners.filter(|&(_, is_caught_up)| may(is_caught_up));
             joiners.map(|(id, _)| id).filter(|id| has_room(id)).collect()
         };
         let are_enough = |members: &[WorkerId]| {

@@ -15,7 +15,7 @@ use crate::job::outbox::Timer;
 use crate::job::policies::SuccessPolicy;
 use crate::job::text::name_all;
 use crate::job::time::Time;
-use crate::job::workers::state::{Launch, Stage};
+use crate::job::workers::state::{Launch, Stage, Worker};
 use crate::job::workers::table::{WorkerTable, launch_of};
 
 impl Candidates for WorkerTable {
@@ -29,8 +29,9 @@ impl Candidates for WorkerTable {
         })
     }
 
-    fn joiners(&self) -> impl Iterator<Item = (WorkerId, bool)> {
-        self.joiners().map(|(id, w)| (id, w.stage() == Stage::Ready))
+    fn joiners(&self, heard_since: Time) -> impl Iterator<Item = (WorkerId, bool)> {
+        let joiners = self.joiners().filter(move |(_, w)| w.heard() >= heard_since);
+        joiners.map(|(id, w)| (id, w.stage() == Stage::Ready))
     }
 
     fn reserve(&self) -> impl Iterator<Item = WorkerId> {
@@ -79,6 +80,7 @@ impl Job {
             min: if is_ending { 0 } else { self.spec.min_workers as usize },
             wanted: [self.lifecycle.wanted(), self.spec.options.table_servers]
                 .map(|number| number as usize),
+            heard_since: self.heard_since(now),
             join_window_open: self.lifecycle.is_join_window_open(now),
             admits: !is_ending,
             // A group that is at its end hands nothing over.
@@ -90,6 +92,13 @@ impl Job {
             let members = arrange(members, location);
             self.publish(now, Change { members, abort });
         }
+    }
+
+    /// Since when a worker was heard that is not silent.
+    fn heard_since(&self, now: Time) -> Time {
+        let heartbeat = self.spec.options.heartbeat().unwrap_or_default();
+        let silence = self.spec.options.worker_timeout.map(|timeout| timeout + heartbeat);
+        silence.map_or(Time::default(), |silence| Time(now.0.saturating_sub(silence)))
     }
 
     /// Whether the job's success policy makes the lowest rank's final report suffice, and the
@@ -164,6 +173,19 @@ impl Job {
         for id in joiners {
             let donors = self.donors(id);
             if !donors.is_empty() {
+                self.send_fetch(id, donors);
+            }
+        }
+    }
+
+    /// Lets the workers that a new group has no room for follow it: the state that they have may be
+    /// that of another member, who is gone.
+    pub(crate) fn send_donors_to_spares(&mut self) {
+        let is_spare = |w: &Worker| w.is_joiner() && w.stage() == Stage::Ready;
+        for id in self.workers.select(is_spare) {
+            let donors = self.donors(id);
+            if let Some(w) = self.workers.get_mut(id).filter(|_| !donors.is_empty()) {
+                w.fetch_anew();
                 self.send_fetch(id, donors);
             }
         }

@@ -53,6 +53,9 @@ impl Job {
         self.watch_leavers(now);
         self.try_finish_takeover(now);
         self.reconcile(now);
+        if self.group.is_formed() {
+            self.send_donors_to_spares();
+        }
     }
 
     pub(crate) fn on_committed(&mut self, now: Time, worker: WorkerId, report: &Committed) {

@@ -63,7 +63,8 @@ impl EpochLines {
         if complete > before {
             self.done.add(self.open.mean(), self.open.records);
             self.open = LossSum::default();
-            self.first.get_or_insert(before);
+            // The state may have been lost since the last line.
+            self.first = Some(self.first.unwrap_or(before).min(before));
             // A report covers the steps of a tenth of a second, and may reach into the next epoch.
             self.step = report.epoch_step.unwrap_or(report.step);
         }

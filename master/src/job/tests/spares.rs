@@ -4,6 +4,7 @@ use elasticdl_proto::{Generation, WorkerId, WorkerOptions};
 
 use super::super::*;
 use super::directed::{actions, at, connect, deliver, formed, launch_at, lose, memberships};
+use super::stall::heartbeat;
 use crate::job::testing::{dataset, spec};
 
 /// A group of three workers with so many spares, which are the last ones, and table servers.
@@ -18,6 +19,12 @@ fn formed_with(spares: u32, table_servers: u32) -> Job {
     (2..=all).for_each(|i| connect(&mut job, i));
     (1..=all).for_each(|i| deliver(&mut job, i, WorkerMessage::Ready { parameters: 10 }));
     job
+}
+
+/// The spares have the state of the group that has formed.
+fn caught_up(job: &mut Job, spares: std::ops::RangeInclusive<u64>) {
+    spares.for_each(|i| deliver(job, i, WorkerMessage::CaughtUp { step: 1 }));
+    actions(job);
 }
 
 /// The members of the last group that was published.
@@ -35,7 +42,13 @@ fn a_spare_takes_the_place_of_a_lost_member_at_once_and_another_one_starts() {
     let mut job = formed_with(1, 0);
     assert_eq!(members(&mut job), Some((Generation(1), vec![1, 2, 3])));
     deliver(&mut job, 1, formed(1, 0, &[]));
-    actions(&mut job);
+    // It was there before the group had a state.
+    let is_fetch = |action: &Action| {
+        matches!(action, Action::Send { worker: WorkerId(4), message: MasterMessage::Fetch(_) })
+    };
+    assert!(actions(&mut job).iter().any(is_fetch));
+    assert_eq!(states(&job), ["training", "training", "training", "fetching"]);
+    caught_up(&mut job, 4..=4);
     assert_eq!(states(&job), ["training", "training", "training", "spare"]);
     assert_eq!(job.status(at(1)).workers_desired, 3);
     lose(&mut job, 5, 2);
@@ -51,7 +64,7 @@ fn a_spare_takes_the_place_of_a_lost_member_at_once_and_another_one_starts() {
 fn a_job_that_is_scaled_down_keeps_its_spares() {
     let mut job = formed_with(1, 0);
     deliver(&mut job, 1, formed(1, 0, &[]));
-    actions(&mut job);
+    caught_up(&mut job, 4..=4);
     job.handle(at(1), Event::Scale { num_workers: 2 });
     assert_eq!(members(&mut job), Some((Generation(2), vec![1, 2])));
     assert_eq!(states(&job)[3], "spare");
@@ -69,4 +82,31 @@ fn a_spare_does_not_take_the_place_of_a_table_server() {
     let (_, next) = members(&mut job).unwrap();
     let expected: Vec<u64> = first.into_iter().filter(|&i| i != servers[0]).collect();
     assert_eq!(next, expected);
+}
+
+#[test]
+fn a_spare_that_has_the_state_of_an_earlier_group_fetches_that_of_the_next_one() {
+    let mut job = formed_with(2, 0);
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    caught_up(&mut job, 4..=5);
+    lose(&mut job, 5, 2);
+    assert_eq!(members(&mut job), Some((Generation(2), vec![1, 3, 4])));
+    deliver(&mut job, 1, formed(2, 7, &[]));
+    assert_eq!(states(&job), ["training", "training", "training", "fetching"]);
+    // The worker that follows nobody is not one that a lost member is replaced by.
+    lose(&mut job, 6, 3);
+    assert_eq!(members(&mut job), Some((Generation(3), vec![1, 4])));
+}
+
+#[test]
+fn a_silent_spare_takes_no_place() {
+    let mut job = formed_with(2, 0);
+    job.spec.options.worker_timeout = Some(std::time::Duration::from_millis(800));
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    caught_up(&mut job, 4..=5);
+    for i in [1, 2, 3, 5] {
+        heartbeat(&mut job, 2000, i, None);
+    }
+    lose(&mut job, 2000, 2);
+    assert_eq!(members(&mut job), Some((Generation(2), vec![1, 3, 5])));
 }

@@ -42,7 +42,7 @@ fn pass(job: &mut Job, from: u64, until: u64, beats: Beats<'_>) {
     }
 }
 
-fn heartbeat(job: &mut Job, ms: u64, worker: u64, waits: Option<(WaitPosition, u64)>) {
+pub(super) fn heartbeat(job: &mut Job, ms: u64, worker: u64, waits: Option<(WaitPosition, u64)>) {
     let stall = waits.map(|((generation, operation, received, sent), since)| Stall {
         generation: Generation(generation),
         operation,

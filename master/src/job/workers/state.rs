@@ -499,6 +499,11 @@ impl Worker {
         }
     }
 
+    /// It is asked to fetch the state of a group that has formed without it.
+    pub(crate) fn fetch_anew(&mut self) {
+        (self.stage, self.model_state) = (Stage::Fetching, ModelState::Missing);
+    }
+
     /// Whether it was asked to leave, or leaves by itself, and is not released yet.
     pub(crate) fn is_leaving(&self) -> bool {
         self.departure == Departure::Leaving
