@@ -98,7 +98,7 @@ impl Job {
     fn heard_since(&self, now: Time) -> Time {
         let heartbeat = self.spec.options.heartbeat().unwrap_or_default();
         let silence = self.spec.options.worker_timeout.map(|timeout| timeout + heartbeat);
-        silence.map_or(Time::default(), |silence| Time(now.0.saturating_sub(silence)))
+        Time(silence.map_or(Duration::ZERO, |silence| now.0.saturating_sub(silence)))
     }
 
     /// Whether the job's success policy makes the lowest rank's final report suffice, and the
@@ -185,7 +185,7 @@ impl Job {
         for id in self.workers.select(is_spare) {
             let donors = self.donors(id);
             if let Some(w) = self.workers.get_mut(id).filter(|_| !donors.is_empty()) {
-                w.fetch_anew();
+                w.set_stage(Stage::Fetching);
                 self.send_fetch(id, donors);
             }
         }

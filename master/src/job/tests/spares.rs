@@ -93,7 +93,7 @@ fn a_spare_that_has_the_state_of_an_earlier_group_fetches_that_of_the_next_one()
     assert_eq!(members(&mut job), Some((Generation(2), vec![1, 3, 4])));
     deliver(&mut job, 1, formed(2, 7, &[]));
     assert_eq!(states(&job), ["training", "training", "training", "fetching"]);
-    // The worker that follows nobody is not one that a lost member is replaced by.
+    // A worker without the state is not one that a lost member is replaced by.
     lose(&mut job, 6, 3);
     assert_eq!(members(&mut job), Some((Generation(3), vec![1, 4])));
 }

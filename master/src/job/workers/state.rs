@@ -443,6 +443,9 @@ impl Worker {
 
     pub(crate) fn set_stage(&mut self, stage: Stage) {
         self.stage = stage;
+        if stage == Stage::Fetching {
+            self.model_state = ModelState::Missing;
+        }
     }
 
     /// Its rank in the newest generation; in an inference job its slot.
@@ -497,11 +500,6 @@ impl Worker {
         if has_fetched && !self.holds_state() {
             self.model_state = ModelState::Fetched;
         }
-    }
-
-    /// It is asked to fetch the state of a group that has formed without it.
-    pub(crate) fn fetch_anew(&mut self) {
-        (self.stage, self.model_state) = (Stage::Fetching, ModelState::Missing);
     }
 
     /// Whether it was asked to leave, or leaves by itself, and is not released yet.
@@ -597,8 +595,6 @@ impl Worker {
 
     /// Restarts its wait, if it waits: what it waited for has arrived.
     pub(crate) fn restart_wait(&mut self, now: Time) {
-        if let Some(stalled) = &mut self.stalled {
-            stalled.restart_wait(now);
-        }
+        self.stalled.iter_mut().for_each(|stalled| stalled.restart_wait(now));
     }
 }
