@@ -17,9 +17,7 @@ use elasticdl_collective::{Fence, Joiners, Progress};
 use elasticdl_proto::limits::{MESSAGE_BYTES_MAX, REPORT_BYTES_MAX};
 use elasticdl_proto::wire::master_client::MasterClient;
 use elasticdl_proto::wire::{JoinRequest, JoinResponse};
-use elasticdl_proto::{
-    Generation, Heartbeat, Hello, LaunchId, MasterMessage, Stall, Welcome, WorkerMessage,
-};
+use elasticdl_proto::{Heartbeat, Hello, LaunchId, MasterMessage, Welcome, WorkerMessage};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::MissedTickBehavior;
 use tokio_stream::StreamExt;
@@ -30,7 +28,7 @@ use tonic::{Code, Request, Streaming};
 use self::storage::StorageReporter;
 use crate::environment::{EXIT_MASTER_LOST, Environment};
 use crate::failure::causes;
-use crate::inspection::Inspector;
+use crate::inspection::{Inspector, stall_of};
 use crate::messages::{ControlEvent, Outbox};
 use crate::session::control::{ControlState, WelcomeError};
 use crate::termination::Termination;
@@ -449,19 +447,6 @@ impl Stream {
         // Without a thread there is no report.
         let _ = std::thread::Builder::new().name("inspect".into()).spawn(work);
     }
-}
-
-fn stall_of(stall: elasticdl_collective::Stall) -> Stall {
-    let elasticdl_collective::Stall {
-        generation,
-        operation,
-        received,
-        sent,
-        waits_for_next,
-        since,
-    } = stall;
-    let generation = Generation(generation);
-    Stall { generation, operation, received, sent, waits_for_next, since }
 }
 
 /// The master's endpoint.

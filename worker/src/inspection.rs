@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use elasticdl_collective::Progress;
 use elasticdl_data::worker::wait_status;
-use elasticdl_proto::{KernelThread, StallReport, ThreadReport, WorkerReport};
+use elasticdl_proto::{KernelThread, Stall, StallReport, ThreadReport, WorkerReport};
 
 use self::activity::CurrentActivity;
 use self::links::Links;
@@ -71,7 +71,8 @@ impl Inspector {
     }
 }
 
-fn stall_report(stall: elasticdl_collective::Stall) -> StallReport {
+/// Where the trainer waits in a sum, as heartbeats tell it.
+pub(crate) fn stall_of(stall: elasticdl_collective::Stall) -> Stall {
     let elasticdl_collective::Stall {
         generation,
         operation,
@@ -80,7 +81,13 @@ fn stall_report(stall: elasticdl_collective::Stall) -> StallReport {
         waits_for_next,
         since,
     } = stall;
-    let (generation, for_s) = (elasticdl_proto::Generation(generation), seconds(since));
+    let generation = elasticdl_proto::Generation(generation);
+    Stall { generation, operation, received, sent, waits_for_next, since }
+}
+
+fn stall_report(stall: elasticdl_collective::Stall) -> StallReport {
+    let for_s = seconds(stall.since);
+    let Stall { generation, operation, received, sent, waits_for_next, .. } = stall_of(stall);
     StallReport { generation, operation, received, sent, waits_for_next, for_s }
 }
 

@@ -14,6 +14,8 @@ use elasticdl_proto::{Finished, Location, MasterMessage, Membership, Resume, Wor
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Response, Status};
 
+use elasticdl_proto::Generation;
+
 use super::*;
 use crate::environment::Tls;
 use crate::session::control::tests::welcome;
