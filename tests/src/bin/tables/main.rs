@@ -8,12 +8,14 @@
 //! | `join_ratio_16m` | pause of a join at the most rows, over that at the fewest | `pauses` |
 //! | `second_copy_cost` | records/s with one copy of each row, over those with two, less 1 | `speed` |
 //! | `vs_plain`, `vs_ddp` | records/s over PyTorch's, with one process and with several | `speed` |
+//! | `vs_torchrec` | records/s over TorchRec's, with several processes | `speed` |
 //! | `bytes_per_row` | memory of a row of 16 numbers with row-wise Adagrad, one copy | here |
 //! | `lag_ratio` | records/s with `--table-lag 1`, over those without, on hosts with slow links | `links` |
 //! | `auc_ratio` | AUC of the example `ctr` over the best possible one | `auc` |
 //!
-//! PyTorch is taken from `ELASTICDL_PYTHON_ENV`, or where `.ci/python` installs it; without it, its
-//! keys are null. `--only` measures a part. The program builds the programs that it measures.
+//! PyTorch and TorchRec are taken from the virtual environment `ELASTICDL_PYTHON_ENV`, or from that
+//! of `.ci/python`, which has no TorchRec. The keys of what is missing are null. `--only` measures
+//! parts. The program builds the programs that it measures.
 
 mod auc;
 mod links;

@@ -1,5 +1,5 @@
 //! Records per second of the example `ctr`, with one and two copies of each row, beside the same
-//! model in PyTorch.
+//! model in PyTorch and in TorchRec.
 
 use std::error::Error;
 use std::ffi::OsString;
@@ -14,41 +14,50 @@ use crate::Arguments;
 pub(crate) fn measure(arguments: &Arguments) -> Result<Value, Box<dyn Error>> {
     let programs = [built("elasticdl-tests", "elasticdl-under-test")?, ctr()?];
     let python = python();
+    let has = PEERS.map(|(_, module)| has(&python, module));
     let mut speeds = [const { Vec::new() }; CELLS.len()];
-    let mut peers = [const { Vec::new() }; PROCESSES.len()];
+    let mut peers = [const { [const { Vec::new() }; PROCESSES.len()] }; PEERS.len()];
     // The cells of a round follow each other directly, so that other load affects all of them.
     for round in 1..=arguments.rounds {
         for (speed, (workers, replicas)) in speeds.iter_mut().zip(CELLS) {
             speed.push(train(arguments, &programs, (workers, replicas), &[], None)?);
         }
-        for (peer, processes) in peers.iter_mut().zip(PROCESSES) {
-            peer.extend(
-                python.as_ref().map(|it| train_peer(arguments, it, processes)).transpose()?,
-            );
+        for (place, (name, _)) in PEERS.into_iter().enumerate().filter(|&(place, _)| has[place]) {
+            for (speeds, processes) in peers[place].iter_mut().zip(PROCESSES) {
+                speeds.push(train_peer(arguments, &python, name, processes)?);
+            }
         }
-        let last = |speeds: &[Vec<f64>]| speeds.iter().map(|all| all.last().copied()).collect();
-        let (ours, theirs): (Vec<_>, Vec<_>) = (last(&speeds), last(&peers));
-        print(&format!("round {round}: {CELLS:?} {ours:.0?}, PyTorch {PROCESSES:?} {theirs:.0?}"));
+        let last = |speeds: &[Vec<f64>]| -> Vec<_> {
+            speeds.iter().map(|all| all.last().copied()).collect()
+        };
+        let theirs = peers.each_ref().map(|speeds| last(speeds));
+        let names = PEERS.map(|(name, _)| name);
+        let ours = last(&speeds);
+        print(&format!(
+            "round {round}: {CELLS:?} {ours:.0?}, {names:?} {PROCESSES:?} {theirs:.0?}"
+        ));
     }
     let median = |values: &mut Vec<f64>| (!values.is_empty()).then(|| quantile(values, 0.5));
     let speeds = speeds.each_mut().map(|all| quantile(all, 0.5));
-    let peers = peers.each_mut().map(median);
+    let peers = peers.each_mut().map(|peer| peer.each_mut().map(median));
     let of = |workers, replicas| {
         let cell = CELLS.iter().position(|cell| *cell == (workers, replicas));
         speeds[cell.expect("it is measured")]
     };
-    let vs = |processes| {
+    let vs = |peer: usize, processes| {
         let place = PROCESSES.iter().position(|&other| other == processes);
-        peers[place.expect("it is measured")].map(|peer| of(processes, 2) / peer)
+        peers[peer][place.expect("it is measured")].map(|peer| of(processes, 2) / peer)
     };
+    let vs_several = |peer| vs(peer, 2).zip(vs(peer, 4)).map(|(two, four)| two.min(four));
     let cost = |workers| of(workers, 1) / of(workers, 2) - 1.0;
     Ok(json!({
         "second_copy_cost": f64::max(cost(2), cost(4)),
-        "vs_plain": vs(1),
-        "vs_ddp": vs(2).zip(vs(4)).map(|(two, four)| two.min(four)),
+        "vs_plain": vs(0, 1),
+        "vs_ddp": vs_several(0),
+        "vs_torchrec": vs_several(1),
         "speed": {
             "cells": CELLS, "records_per_s": speeds,
-            "peer_processes": PROCESSES, "peer_records_per_s": peers,
+            "peers": PEERS, "peer_processes": PROCESSES, "peer_records_per_s": peers,
         },
     }))
 }
@@ -94,11 +103,17 @@ pub(crate) fn train(
     Ok(ended.summary().throughput.records_per_s)
 }
 
-/// Records per second of PyTorch.
-fn train_peer(arguments: &Arguments, python: &Path, processes: u64) -> Result<f64, Box<dyn Error>> {
+/// Records per second of a peer.
+fn train_peer(
+    arguments: &Arguments,
+    python: &Path,
+    peer: &str,
+    processes: u64,
+) -> Result<f64, Box<dyn Error>> {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../.bench/ctr-peer.py");
     let output = Command::new(python)
         .arg(script)
+        .arg(peer)
         .args([processes, arguments.batch, arguments.records].map(|number| number.to_string()))
         .env("OMP_NUM_THREADS", "1")
         .output()?;
@@ -107,17 +122,21 @@ fn train_peer(arguments: &Arguments, python: &Path, processes: u64) -> Result<f6
     last.ok_or_else(|| format!("{text}{}", String::from_utf8_lossy(&output.stderr)).into())
 }
 
-/// A Python that has PyTorch.
-fn python() -> Option<PathBuf> {
+/// The Python that the peers run with.
+fn python() -> PathBuf {
     let environment = std::env::var_os("ELASTICDL_PYTHON_ENV")
         .unwrap_or_else(|| "/var/cache/elasticdl-python".into());
-    let python = Path::new(&environment).join("bin/python");
-    let has_torch = Command::new(&python).args(["-c", "import torch"]).output();
-    let has_torch = has_torch.is_ok_and(|output| output.status.success());
-    if !has_torch {
-        print(&format!("{} has no PyTorch; its figures are null", python.display()));
+    Path::new(&environment).join("bin/python")
+}
+
+/// Whether that Python has this module.
+fn has(python: &Path, module: &str) -> bool {
+    let found = Command::new(python).args(["-c", &format!("import {module}")]).output();
+    let found = found.is_ok_and(|output| output.status.success());
+    if !found {
+        print(&format!("{} has no {module}; its figures are null", python.display()));
     }
-    has_torch.then_some(python)
+    found
 }
 
 /// The example.
@@ -127,5 +146,7 @@ pub(crate) fn ctr() -> Result<PathBuf, Box<dyn Error>> {
 
 /// Workers, and copies of each row, of the jobs.
 const CELLS: [(u64, u64); 5] = [(1, 2), (2, 1), (2, 2), (4, 1), (4, 2)];
-/// Processes of PyTorch.
+/// The peers, each with the module that it needs.
+const PEERS: [(&str, &str); 2] = [("ddp", "torch"), ("torchrec", "torchrec")];
+/// Processes of a peer.
 const PROCESSES: [u64; 3] = [1, 2, 4];
