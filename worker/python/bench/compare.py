@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from faults import print_goodput, print_pauses
+from faults import print_pauses
 from systems import HERE, elastic, torchrun
 from workload import RECORDS_PER_STEP
 
@@ -20,14 +20,11 @@ def main():
     parser.add_argument("--rounds", type=int, default=3, help="measurements; the median counts")
     parser.add_argument("--models", nargs="+", default=["mlp", "cnn"], choices=["mlp", "cnn"])
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--records", type=int, default=20000, help="records of each run with kills")
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4], help="with faults")
-    kills = {"type": float, "nargs": "+", "default": [0, 10, 5, 2], "help": "seconds"}
-    parser.add_argument("--kill-every", **kills)
-    parser.add_argument("--only", choices=["lines", "rates", "starts", "goodput", "pauses"])
+    parser.add_argument("--only", choices=["lines", "rates", "starts", "pauses"])
     options = parser.parse_args()
     parts = {"lines": print_lines, "rates": print_rates, "starts": print_starts}
-    parts |= {"goodput": print_goodput, "pauses": print_pauses}
+    parts["pauses"] = print_pauses
     for name, act in parts.items():
         if options.only in (None, name):
             act(options)
@@ -80,7 +77,7 @@ def print_rates(options):
 
 
 def print_starts(options):
-    """Memory and steps of a model of 50 million parameters with AdamW, and when the first step ends.
+    """Memory and steps of a model of 50 M parameters with AdamW, and when the first step ends.
 
     One process, but for the start of four workers, which is beside that of one.
     """

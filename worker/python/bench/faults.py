@@ -4,6 +4,7 @@ Every worker writes the time of each step that it commits to one file. A step co
 committed for the first time: what a restart repeats is no progress.
 """
 
+import array
 import contextlib
 import importlib.util
 import os
@@ -16,26 +17,6 @@ import time
 
 from systems import HERE, SYSTEMS
 from workload import MILLISECONDS_PER_RECORD, RECORDS_PER_STEP
-
-
-def print_goodput(options):
-    """The table of kill rates and workers."""
-    print(f"{options.records} records; a worker is killed at each interval; goodput from the first")
-    print("step of the whole group to the last one, as a part of what workers without faults do")
-    print("  workers  kill every  with       kills  goodput  lost  repeated")
-    for count in options.workers:
-        for every in options.kill_every:
-            for name in available():
-                with tempfile.TemporaryDirectory() as folder:
-                    run = Run(name, count, options.records, folder)
-                    kills = run.kill_until_done(every)
-                    goodput, counts = run.goodput(), run.counts()
-                lost, repeated = counts or ("unfinished", "-")
-                print(
-                    f"  {count:7}  {f'{every:g} s' if every else '-':>10}  {name:9}  {kills:5}"
-                    f"  {100 * goodput:6.1f}%  {lost:>4}  {repeated:>8}",
-                    flush=True,
-                )
 
 
 def print_pauses(options):
@@ -57,8 +38,10 @@ def print_pauses(options):
 def available():
     """Names of the systems that are installed."""
     if importlib.util.find_spec("torchft") is None:
-        print("torchft is not installed, and left out (pip install torchft-nightly)")
-    return [name for name in SYSTEMS if name != "torchft" or importlib.util.find_spec(name)]
+        print("torchft is not installed, and left out (pip install torchft)")
+    names = [name for name in SYSTEMS if hasattr(SYSTEMS[name], "join")]
+    names.remove("elasticdl-spare")
+    return [name for name in names if name != "torchft" or importlib.util.find_spec(name)]
 
 
 class Run:
@@ -101,18 +84,24 @@ class Run:
             time.sleep(0.1)
         return False
 
-    def kill_until_done(self, every):
-        """Kills a worker at each interval, until the program or its time ends."""
-        kills = 0
+    def kill_until_done(self, every, limit):
+        """Kills a worker at each interval, until the program or its time ends. Returns when."""
+        kills = []
         if self.wait_for_group(self.count, START_LIMIT):
             last = began = time.monotonic()
-            while self.is_running() and time.monotonic() < began + LIMIT:
+            while self.is_running() and time.monotonic() < began + limit:
                 time.sleep(0.02)
                 if every and time.monotonic() > last + every:
                     last += every
-                    kills += self.signal_one(signal.SIGKILL) is not None
+                    if self.signal_one(signal.SIGKILL) is not None:
+                        kills.append(time.monotonic())
         self.end()
         return kills
+
+    def pauses_after(self, kills):
+        """From each kill to the next new step or the run's end, in seconds."""
+        times = [at for at, _ in self.steps()] + [time.monotonic()]
+        return [min(at - kill for at in times if at > kill) for kill in kills]
 
     def pauses(self, event, rounds):
         """The longest interval without a new step after each of some events."""
@@ -154,7 +143,7 @@ class Run:
         for folder in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 words = (folder / "cmdline").read_text().split("\0")
-                if any(word.endswith(self.system.program) for word in words[1:3]):
+                if any(self.system.program in word for word in words[:3]):
                     if descends(int(folder.name), parents):
                         found.append(int(folder.name))
         if len(found) < 2:
@@ -171,15 +160,19 @@ class Run:
         if start is None or end <= start:
             return 0.0
         counts = self.counts()
-        share = 1 - int(counts[0]) / self.records if counts else 1.0
+        share = 1 - counts[0] / self.records if counts else 1.0
         records = RECORDS_PER_STEP * sum(at > start for at, _ in steps) * share
         return records * MILLISECONDS_PER_RECORD / 1000 / self.count / (end - start)
 
     def counts(self):
-        """Records lost and repeated, once the program has ended."""
-        with contextlib.suppress(FileNotFoundError), open(self.path) as file:
-            return file.read().split()[:2]
-        return None
+        """Records lost and repeated, once the program has written how often it counted each."""
+        counts = array.array("f")
+        try:
+            counts.frombytes(pathlib.Path(self.path).read_bytes())
+        except FileNotFoundError:
+            return None
+        times = [round(count) for count in counts] + [0] * (self.records - len(counts))
+        return times.count(0), sum(count - 1 for count in times if count > 1)
 
     def end(self):
         """Ends what runs."""
@@ -205,9 +198,7 @@ def descends(pid, parents):
     return False
 
 
-# Seconds for which a run with kills goes on, and for which a first group and a later one are
-# waited for.
-LIMIT = 60.0
+# Seconds for which a first group and a later one are waited for.
 START_LIMIT = 120.0
 PATIENCE = 60.0
 # Number of steps after which a group has settled.

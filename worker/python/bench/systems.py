@@ -1,4 +1,4 @@
-"""How a program is started with elasticdl, torchrun and torchft."""
+"""How a program is started with elasticdl, torchrun, torchft and Ray Train."""
 
 import os
 import pathlib
@@ -41,6 +41,7 @@ class Elastic:
     """A job of elasticdl."""
 
     program = "count_elastic.py"
+    spares = 0
 
     def __init__(self, count, first, arguments, folder):
         self.count, self.first, self.arguments = count, first, arguments
@@ -48,10 +49,17 @@ class Elastic:
 
     def commands(self):
         options = ["--max-workers", str(self.count), "--job-dir", self.folder]
+        options += ["--spares", str(self.spares)]
         return [elastic(self.first, [self.program, *self.arguments], *options)]
 
     def join(self, _):
         return [ELASTICDL, "scale", self.folder, "--num-workers", str(self.count)]
+
+
+class ElasticWithSpare(Elastic):
+    """A job that keeps a worker more, which takes the place of a lost one."""
+
+    spares = 1
 
 
 class Torchrun:
@@ -100,4 +108,21 @@ class Torchft:
         os.kill(pid, signal.SIGUSR1)
 
 
-SYSTEMS = {"elasticdl": Elastic, "torchrun": Torchrun, "torchft": Torchft}
+class Ray:
+    """An actor of Ray for each worker, and a checkpoint every 10 steps."""
+
+    program = "ray::RayTrainWorker"
+
+    def __init__(self, count, first, arguments, folder):
+        del first
+        words = [*arguments, str(RECORDS_PER_STEP), "10", str(count), folder]
+        self.command = [sys.executable, HERE / "count_ray.py", *words]
+
+    def commands(self):
+        return [self.command]
+
+
+SYSTEMS = {
+    **{"elasticdl": Elastic, "elasticdl-spare": ElasticWithSpare},
+    **{"torchrun": Torchrun, "torchft": Torchft, "ray": Ray},
+}

@@ -84,12 +84,10 @@ class Counts(torch.nn.Module):
         return -self.counts[indices].sum()
 
     def write(self, path):
-        """Writes how many records were lost and repeated."""
-        values = self.counts.detach().round()
-        lost, repeated = int((values == 0).sum()), int((values - 1).clamp(min=0).sum())
-        with open(f"{path}.{os.getpid()}", "w") as file:
-            file.write(f"{lost} {repeated} {time.time()}")
-        os.replace(f"{path}.{os.getpid()}", path)
+        """Writes how often each record was counted, as numbers of 32 bits."""
+        new = f"{path}.{os.getpid()}"
+        self.counts.detach().numpy().tofile(new)
+        os.replace(new, path)
 
 
 WARM_UP = 5
