@@ -1,4 +1,4 @@
-//! Workers as processes of this machine.
+//! Workers as processes of this machine, or of other hosts.
 //!
 //! Each worker leads its own process group, so that a Ctrl-C at the terminal reaches the master
 //! alone, and so that the children of a worker are killed with it.
@@ -9,151 +9,38 @@
 //! its children.
 
 mod activity;
+pub mod hosts;
+mod launcher;
 mod log;
 mod oom;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::convert::Infallible;
-use std::ffi::OsString;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::ExitStatusExt as _;
-use std::path::PathBuf;
-use std::process::{ExitStatus, Stdio};
+use std::process::ExitStatus;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use elasticdl_proto::gpu_instance;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
-use tokio::process::{Child, Command};
+use tokio::io::AsyncWriteExt as _;
+use tokio::process::Child;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tracing::{info, warn};
 
 use self::activity::Activity;
+pub use self::activity::processes_of_group;
+use self::hosts::{Place, Places};
+pub use self::launcher::{Launcher, env_of_slot, share_of_cores};
 use self::oom::OomKills;
 use crate::backend_event::BackendEvent;
 use crate::job::{Exit, LaunchId};
-use crate::jobdir::{self, JobDir, Owner, ProcessIdentity, ProgramCopy, ProgramSource};
-
-/// How a job's worker processes are started.
-#[derive(Clone, Debug)]
-pub struct Launcher {
-    /// Path of the program.
-    pub program: PathBuf,
-    /// Arguments of the program.
-    pub args: Vec<OsString>,
-    /// Environment variables in addition to the master's own; each launch further gets
-    /// `ELASTICDL_LAUNCH` and `ELASTICDL_INDEX`.
-    pub env: Vec<(OsString, OsString)>,
-    /// The job whose directory has the files below.
-    pub owner: Owner,
-    /// Folder of the workers' logs.
-    pub logs: PathBuf,
-    /// File that lists the started processes.
-    pub processes: PathBuf,
-    /// Copy of the program's file from when the job began.
-    pub copy: Option<ProgramCopy>,
-    /// Number of threads with which a worker computes, unless the master's environment sets it.
-    pub threads: usize,
-}
-
-impl Launcher {
-    /// A launcher of `program` with `args` for the job in `dir`. A worker exits when it has had no
-    /// master for `master_timeout`.
-    #[must_use]
-    pub fn new(
-        program: PathBuf,
-        args: Vec<OsString>,
-        dir: &JobDir,
-        master_timeout: Duration,
-    ) -> Self {
-        let mut env = vec![
-            ("ELASTICDL_JOB_DIR".into(), dir.path().into()),
-            ("ELASTICDL_TOKEN_FILE".into(), dir.token_path().into()),
-            ("ELASTICDL_MASTER_TIMEOUT_MS".into(), master_timeout.as_millis().to_string().into()),
-        ];
-        if let Some(ca) = dir.ca_path() {
-            env.push(("ELASTICDL_CA_FILE".into(), ca.into()));
-            env.push(("ELASTICDL_MASTER_NAME".into(), jobdir::MASTER_DNS_NAME.into()));
-        }
-        Self {
-            program,
-            args,
-            env,
-            owner: dir.owner().clone(),
-            logs: dir.logs(),
-            processes: dir.processes_path(),
-            copy: None,
-            threads: 1,
-        }
-    }
-
-    /// Starts workers from `copy` when the file at the program's path has been replaced.
-    pub(crate) fn with_copy(self, copy: Option<ProgramCopy>) -> Self {
-        Self { copy, ..self }
-    }
-
-    /// Divides the cores of this machine among `workers` workers: each computes with its share.
-    pub(crate) fn sharing_cores(self, workers: u32) -> Self {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        Self { threads: share_of(cores, workers), ..self }
-    }
-
-    /// The program and its first argument, which for Python is the script.
-    fn command_line(&self) -> String {
-        let program = self.program.file_name().unwrap_or(self.program.as_os_str());
-        let words = std::iter::once(program).chain(self.args.first().map(OsString::as_os_str));
-        words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
-    }
-
-    fn source(&self) -> ProgramSource<'_> {
-        self.copy.as_ref().map_or(ProgramSource::Original, |copy| copy.source(&self.program))
-    }
-
-    fn spawn(&self, launch: LaunchId, index: u32) -> io::Result<Child> {
-        if self.owner.is_replaced() {
-            return Err(io::Error::other(
-                "the job's directory was removed or renamed, and is now that of another job",
-            ));
-        }
-        let log = log::create(&jobdir::worker_log(&self.logs, launch)).or_else(|error| {
-            // A full disk: a worker without a log trains as well.
-            warn!(launch = launch.0, %error, "the worker's output is not kept");
-            std::fs::File::options().write(true).open("/dev/null")
-        })?;
-        let mut command = match self.source() {
-            ProgramSource::Copy(copy) => Command::new(copy),
-            ProgramSource::Replaced | ProgramSource::Original => Command::new(&self.program),
-        };
-        command
-            .arg0(&self.program)
-            .args(&self.args)
-            .envs(self.env.iter().map(|(name, value)| (name, value)))
-            .env("ELASTICDL_LAUNCH", launch.0.to_string())
-            .env("ELASTICDL_INDEX", index.to_string())
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log)
-            .process_group(0);
-        let instance = gpu_instance(index, |name| std::env::var(name).ok());
-        command.envs(instance.map(|instance| ("CUDA_VISIBLE_DEVICES", instance)));
-        // What a program in Python prints reaches its log at once.
-        if std::env::var_os(UNBUFFERED).is_none() {
-            command.env(UNBUFFERED, "1");
-        }
-        // More threads than cores would make the ranks wait for each other.
-        for variable in THREADS {
-            if std::env::var_os(variable).is_none() {
-                command.env(variable, self.threads.to_string());
-            }
-        }
-        command.spawn()
-    }
-}
+use crate::jobdir::{self, ProcessIdentity, ProgramSource};
 
 /// The running processes that this master has started or taken over.
 #[derive(Debug)]
@@ -164,6 +51,8 @@ pub(crate) struct Processes {
     flags: Arc<SharedFlags>,
     notices: (mpsc::UnboundedSender<Notice>, mpsc::UnboundedReceiver<Notice>),
     ready: VecDeque<Notice>,
+    /// Which worker runs where, if there are other hosts.
+    places: Option<Places>,
 }
 
 type Notice = (LaunchId, BackendEvent);
@@ -208,6 +97,7 @@ struct ProcessExit {
 impl Processes {
     pub(crate) fn new(launcher: Launcher) -> Self {
         Self {
+            places: launcher.hosts.as_ref().map(Places::new),
             launcher: Arc::new(launcher),
             running: BTreeMap::new(),
             tasks: JoinSet::new(),
@@ -223,6 +113,7 @@ impl Processes {
         let (killed, known) = self.track(launch);
         let (launcher, flags) = (Arc::clone(&self.launcher), Arc::clone(&self.flags));
         let notices = self.notices.0.clone();
+        let place = self.places.as_mut().map(|places| places.take(launch, Instant::now()));
         self.tasks.spawn(async move {
             // Yields to queued messages to workers first, because a fork takes milliseconds.
             tokio::task::yield_now().await;
@@ -230,7 +121,8 @@ impl Processes {
                 // The receiver may have been dropped.
                 let _ = notices.send((launch, event));
             };
-            supervise(&launcher, (launch, index), (&flags, &known), notify, killed).await
+            let launch = (launch, index, place);
+            supervise(&launcher, launch, (&flags, &known), notify, killed).await
         });
     }
 
@@ -243,8 +135,11 @@ impl Processes {
         (killed, known)
     }
 
-    /// The id of the process of a launch that runs.
+    /// The id of the process of a launch that runs on this machine.
     pub(crate) fn pid(&self, launch: LaunchId) -> Option<u32> {
+        if self.places.is_some() {
+            return None;
+        }
         let pid = self.running.get(&launch)?.known.pid.load(Ordering::Relaxed);
         Some(pid).filter(|&pid| pid != 0)
     }
@@ -287,7 +182,11 @@ impl Processes {
             Some(ended) = self.tasks.join_next() => {
                 let ProcessExit { launch, exit, output_tail } =
                     ended.expect("a supervising task neither panics nor is aborted");
-                self.running.remove(&launch);
+                let known = self.running.remove(&launch).map(|running| running.known);
+                if let Some(places) = &mut self.places {
+                    let has_joined = known.is_none_or(|it| it.has_joined.load(Ordering::Relaxed));
+                    places.give_back(launch, has_joined, Instant::now());
+                }
                 let ended = (launch, BackendEvent::Ended(exit));
                 match output_tail {
                     Some(lines) => {
@@ -313,7 +212,7 @@ impl Processes {
 /// Runs one process to its end; kills it when `killed` resolves.
 async fn supervise(
     launcher: &Launcher,
-    (launch, index): (LaunchId, u32),
+    (launch, index, place): (LaunchId, u32, Option<Place>),
     (flags, known): (&SharedFlags, &KnownProcess),
     notify: impl Fn(BackendEvent),
     killed: oneshot::Receiver<()>,
@@ -328,12 +227,23 @@ async fn supervise(
         let text = format!("started from {from}, as {program} has changed since the job began");
         notify(BackendEvent::Noted(text));
     }
-    let mut process = match launcher.spawn(launch, index) {
-        Ok(child) => ChildGroup(child),
+    let told = place.map_or(Ok(None), |place| launcher.host_launch(launch, place));
+    let spawned = told.and_then(|told| Ok((launcher.spawn(launch, index, place)?, told)));
+    let mut process = match spawned {
+        Ok((mut child, told)) => {
+            if let Some((mut input, told)) = child.stdin.take().zip(told) {
+                // If the host can't be reached, the command says why, and ends.
+                tokio::spawn(async move { drop(input.write_all(&told).await) });
+            }
+            ChildGroup(child)
+        }
         Err(error) => {
             return ProcessExit {
                 launch,
-                exit: Exit::NotStarted(format!("{program}: {error}")),
+                exit: Exit::NotStarted(match &launcher.hosts {
+                    Some(hosts) => format!("{}: {error}", hosts.command[0]),
+                    None => format!("{program}: {error}"),
+                }),
                 output_tail: None,
             };
         }
@@ -347,7 +257,9 @@ async fn supervise(
         warn!(launch = launch.0, %error,
             "can't note the process: another master would not find it");
     }
-    let start = watch_start(launcher, group, (flags, &known.has_joined), &notify);
+    // What is known of a process of this machine says nothing of one on another host.
+    let local = group.filter(|_| place.is_none());
+    let start = watch_start(launcher, local, (flags, &known.has_joined), &notify);
     let log_path = jobdir::worker_log(&launcher.logs, launch);
     let ended = tokio::select! {
         ended = process.0.wait() => ended,
@@ -369,7 +281,7 @@ async fn supervise(
         Err(error) => Exit::NotStarted(format!("its end was not seen: {error}")),
     };
     info!(launch = launch.0, ?exit, "worker process ended");
-    if matches!(exit, Exit::Signal(_)) && flags.oom_kills.take_one() {
+    if matches!(exit, Exit::Signal(_)) && place.is_none() && flags.oom_kills.take_one() {
         notify(BackendEvent::Explained("killed by the system, as memory ran out".into()));
     }
     let output_tail = matches!(exit, Exit::Code(_) | Exit::Signal(_))
@@ -510,11 +422,6 @@ impl Drop for ChildGroup {
     }
 }
 
-/// The share of each of `workers` workers in `cores` cores, at least one.
-fn share_of(cores: usize, workers: u32) -> usize {
-    (cores / (workers.max(1) as usize)).max(1)
-}
-
 /// A shell that starts a program, such as a script of the user, gives its own code to the signal
 /// that has ended the program, as containers do: 128 and its number.
 fn exit_of(status: ExitStatus) -> Exit {
@@ -534,8 +441,6 @@ const DEATH_MAX: Duration = Duration::from_secs(1);
 const HELLO_HINT: Duration = Duration::from_secs(15);
 /// How often a process that has not joined is looked at.
 const ACTIVITY_INTERVAL: Duration = Duration::from_secs(2);
-const UNBUFFERED: &str = "PYTHONUNBUFFERED";
-const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];
 
 #[cfg(test)]
 mod tests;

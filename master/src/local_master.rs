@@ -233,7 +233,8 @@ impl LocalMaster {
         let unnamed = if self.is_apart { None } else { register() };
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let workers = self.spec.num_workers as usize;
-        let crowded = (workers > cores.saturating_mul(CROWD)).then(|| {
+        let is_here = self.start.hosts.is_none();
+        let crowded = (is_here && workers > cores.saturating_mul(CROWD)).then(|| {
             format!("{workers} workers share {cores} cores: fewer workers are likely to be faster")
         });
         unnamed.into_iter().chain(crowded).collect()
@@ -278,9 +279,10 @@ impl LocalMaster {
             start.copy = ProgramCopy::make(Path::new(&start.program), dir.program_path());
             start = persist(start, dir)?;
         }
-        let JobStart { program, args, master_timeout, copy, began, .. } = start;
+        let JobStart { program, args, master_timeout, copy, began, hosts, .. } = start;
         let launcher = Launcher::new(program.into(), args, dir, master_timeout)
             .with_copy(copy)
+            .on_hosts(hosts)
             .sharing_cores(spec.num_workers);
         let failed = cannot("start the master");
         let backend = WorkerBackend::processes(launcher, &spec.name, &server_config);

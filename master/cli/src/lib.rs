@@ -21,6 +21,7 @@ mod log_output;
 mod process;
 mod progress;
 mod render;
+mod scratch;
 
 pub use commands::main;
 #[doc(hidden)]

@@ -42,6 +42,7 @@ use super::program_copy::ProgramCopy;
 use super::record_file::{RecordFile, is_stale};
 use super::start_time::StartTime;
 use crate::job::{DatasetFingerprint, LaunchId, PersistedJob};
+use crate::local::hosts::Hosts;
 use crate::persisted_format::{Head, RELEASE, VERSION};
 use crate::token::Token;
 
@@ -72,6 +73,9 @@ pub struct JobStart {
     /// Start time of the job.
     #[serde(flatten)]
     pub began: StartTime,
+    /// The hosts of its workers, if they are not on this machine.
+    #[serde(default)]
+    pub hosts: Option<Hosts>,
     /// The program's file at that time, and the job's copy of it, if one could be made.
     pub copy: Option<ProgramCopy>,
 }
@@ -333,6 +337,7 @@ mod tests {
 
     fn start() -> JobStart {
         JobStart {
+            hosts: None,
             program: "/bin/model".into(),
             args: vec!["--deep".into()],
             folder: "/data".into(),

@@ -2,6 +2,7 @@
 //! reads is slow, and one that does nothing is stuck.
 
 use std::fs;
+use std::path::PathBuf;
 
 use rustix::process::Pid;
 
@@ -17,13 +18,9 @@ pub(super) struct Activity {
 impl Activity {
     /// The activity of the process group that `leader` leads.
     pub(super) fn of_group(leader: Pid) -> Self {
-        let group = leader.as_raw_nonzero().to_string();
-        let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
         let mut sum = Self::default();
-        for folder in entries.map(|entry| entry.path()) {
-            let Ok(stat) = fs::read_to_string(folder.join("stat")) else { continue };
-            let Some(ticks) = ticks_in(&stat, &group) else { continue };
-            sum.ticks += ticks;
+        for (folder, stat) in of_group(leader) {
+            sum.ticks += ticks_in(&stat).unwrap_or(0);
             let io = fs::read_to_string(folder.join("io")).unwrap_or_default();
             sum.bytes += bytes_in(&io);
         }
@@ -37,13 +34,38 @@ impl Activity {
     }
 }
 
-/// The ticks that `/proc/PID/stat` states, if the process is of the group.
-fn ticks_in(stat: &str, group: &str) -> Option<u64> {
-    // The name is in parentheses and may contain any character; the state follows.
-    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
-    let is_of_group = *fields.get(STAT_PGRP - STAT_STATE)? == group;
+/// The processes of the group that `leader` leads.
+pub fn processes_of_group(leader: Pid) -> impl Iterator<Item = Pid> {
+    of_group(leader)
+        .filter_map(|(folder, _)| Pid::from_raw(folder.file_name()?.to_str()?.parse().ok()?))
+}
+
+/// The same, each as its folder in `/proc` and what `stat` there says.
+fn of_group(leader: Pid) -> impl Iterator<Item = (PathBuf, String)> {
+    let group = leader.as_raw_nonzero().to_string();
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(move |entry| {
+        let stat = fs::read_to_string(entry.path().join("stat")).ok()?;
+        is_of(&stat, &group).then(|| (entry.path(), stat))
+    })
+}
+
+/// Whether `/proc/PID/stat` is of a process of the group.
+fn is_of(stat: &str, group: &str) -> bool {
+    fields(stat).is_some_and(|fields| fields.get(STAT_PGRP - STAT_STATE) == Some(&group))
+}
+
+/// The ticks that `/proc/PID/stat` states.
+fn ticks_in(stat: &str) -> Option<u64> {
+    let fields = fields(stat)?;
     let ticks = fields.get(STAT_UTIME - STAT_STATE..=STAT_CSTIME - STAT_STATE)?;
-    is_of_group.then(|| ticks.iter().filter_map(|text| text.parse::<u64>().ok()).sum())
+    Some(ticks.iter().filter_map(|text| text.parse::<u64>().ok()).sum())
+}
+
+/// The fields of `/proc/PID/stat`, from the state on.
+fn fields(stat: &str) -> Option<Vec<&str>> {
+    // The name is in parentheses and may contain any character; the state follows.
+    Some(stat.rsplit_once(')')?.1.split_ascii_whitespace().collect())
 }
 
 /// The bytes that `/proc/PID/io` states.
@@ -69,8 +91,8 @@ mod tests {
     #[test]
     fn ticks_and_bytes_are_those_of_the_group() {
         let stat = "31 (a) b) S 1 30 30 0 -1 4194560 9 9 0 0 10 2 3 1 20 0 1 0 77 1 1";
-        assert_eq!((ticks_in(stat, "30"), ticks_in(stat, "31")), (Some(16), None));
-        assert_eq!(ticks_in("31 (cut", "30"), None);
+        assert_eq!((ticks_in(stat), is_of(stat, "30"), is_of(stat, "31")), (Some(16), true, false));
+        assert_eq!((ticks_in("31 (cut"), is_of("31 (cut", "30")), (None, false));
         assert_eq!(bytes_in("rchar: 5\nwchar: 7\nsyscr: 9\nread_bytes: 3\n"), 12);
         let idle = Activity { ticks: 100, bytes: 1 << 20 };
         assert!(!Activity { ticks: 104, ..idle }.is_busy_since(&idle));

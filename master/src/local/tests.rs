@@ -1,9 +1,11 @@
 use std::fs::{self, File};
 use std::io::Read as _;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use super::launcher::{THREADS, share_of};
 use super::*;
+use crate::jobdir::{Owner, ProgramCopy};
 
 const LAUNCH: LaunchId = LaunchId(4);
 
@@ -48,6 +50,7 @@ impl Shell {
             processes: self.folder.path().join("processes"),
             copy: None,
             threads: 3,
+            hosts: None,
         }
     }
 

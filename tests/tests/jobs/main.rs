@@ -19,6 +19,7 @@ mod evaluation;
 mod export;
 mod gpu;
 mod gpu_drill;
+mod hosts;
 mod inference;
 mod lifecycle;
 mod lineage;

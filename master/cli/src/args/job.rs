@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use elasticdl_master::kube::options;
+use elasticdl_master::local::hosts::{Host, Hosts};
 
 use super::{HelpOptions, LifecycleOptions, values};
 
@@ -15,6 +16,25 @@ pub(crate) struct JobOptions {
     /// Run the master and the workers as processes on this machine, without a cluster.
     #[arg(long)]
     pub(crate) local: bool,
+
+    /// Run the master on this machine and the workers on these hosts, which FILE names. It has a
+    /// line `HOST` or `HOST slots=N` for each.
+    ///
+    /// A host gets as many workers as it has slots (one by default) before any gets more, and
+    /// --num-workers is the number of all slots by default. After a worker has failed to start,
+    /// other hosts are preferred for a minute. On each host, `elasticdl`, PROGRAM and the data have
+    /// the same paths as here, as on a shared file system; the working directory is this one.
+    /// Checkpoints and models belong in a folder that all hosts share, or in an object store.
+    #[arg(long, value_name = "FILE", conflicts_with = "image", value_parser = parse_hosts)]
+    pub(crate) hosts: Option<HostList>,
+
+    /// Command that runs its arguments on a host, whose name replaces `{host}`.
+    ///
+    /// Under Slurm: `srun --overlap --nodes=1 --ntasks=1 --nodelist={host}`, and `scontrol show
+    /// hostnames` prints the file for --hosts. To set variables of the workers, append
+    /// `env NAME=VALUE`. The job's token is not among the arguments.
+    #[arg(long, value_name = "COMMAND", requires = "hosts", default_value = HOST_COMMAND)]
+    pub(crate) host_command: String,
 
     /// Run the master and the workers as pods of this image.
     ///
@@ -77,6 +97,7 @@ pub(crate) struct JobOptions {
 
     /// Address of this machine on which the master listens, for workers and for other commands.
     ///
+    /// With --hosts the default is the address from which this machine reaches the first of them.
     /// Workers that PROGRAM starts elsewhere (in a container, in a network namespace) must be able
     /// to reach it. Each of them uses its own address on the route to the master. The system
     /// chooses the port. On an address that is not loopback, the master uses TLS, with a
@@ -91,6 +112,19 @@ pub(crate) struct JobOptions {
     #[command(flatten)]
     pub(crate) lifecycle: LifecycleOptions,
 }
+
+/// Hosts of one option value. A newtype, so that clap does not take it for a repeated option.
+#[derive(Clone, Debug)]
+pub(crate) struct HostList(pub(crate) Vec<Host>);
+
+fn parse_hosts(path: &str) -> Result<HostList, String> {
+    let text = std::fs::read_to_string(path).map_err(|error| error.to_string())?;
+    Hosts::parse(&text).map(HostList)
+}
+
+/// A host that is down or gone is noticed in some seconds.
+const HOST_COMMAND: &str = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 \
+                            {host}";
 
 /// Id of `--print-config`, which is carried out before the arguments are taken apart.
 pub(crate) const PRINT_CONFIG: &str = "print_config";

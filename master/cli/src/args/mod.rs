@@ -21,7 +21,7 @@ pub(crate) use config::{Arguments, to_file as to_config_file};
 pub(crate) use data::{InferenceData, TrainingData, TuningOptions};
 pub(crate) use help::{HelpOptions, usual_in_short_help};
 pub(crate) use inference::InferenceOptions;
-pub(crate) use job::{JobOptions, PRINT_CONFIG};
+pub(crate) use job::{HostList, JobOptions, PRINT_CONFIG};
 pub(crate) use lifecycle::LifecycleOptions;
 pub(crate) use output::{DashboardPort, OutputOptions};
 pub(crate) use resilience::ResilienceOptions;

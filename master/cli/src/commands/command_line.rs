@@ -14,6 +14,7 @@ use super::debug::{self, DebugArgs};
 use super::delete::{self, DeleteArgs};
 use super::doctor::{self, DoctorArgs};
 use super::evaluate::{self, EvaluateArgs};
+use super::host_process;
 use super::lineage::{self, LineageArgs};
 use super::list::{self, ListArgs};
 use super::logs::{self, LogsArgs};
@@ -85,6 +86,9 @@ pub(crate) enum Command {
     /// Workers lease shards of the data one by one. A worker that is killed is replaced, and the
     /// result stays bit-identical.
     Evaluate(Box<EvaluateArgs>),
+    /// Run a worker on this host. `elasticdl train --hosts` runs this command there.
+    #[command(hide = true)]
+    HostProcess,
     /// Show when a record was trained: epoch, step, position, workers, and the checkpoint before.
     ///
     /// The order of the records is a function, which is inverted: nothing is searched or listed, so
@@ -172,6 +176,7 @@ fn run() -> Result<u8, Failure> {
         Command::Dashboard(args) => dashboard::dashboard(&args),
         Command::Debug(args) => debug::debug(&args),
         Command::Declare => start::declare(read_start),
+        Command::HostProcess => host_process::run(),
         Command::Delete(args) => delete::delete(&args),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::Evaluate(args) => evaluate::evaluate(*args),

@@ -9,6 +9,7 @@ mod debug;
 mod delete;
 mod doctor;
 mod evaluate;
+mod host_process;
 mod lineage;
 mod list;
 mod logs;

@@ -338,11 +338,13 @@ fn check_declared(origin: &str, table: &Table) -> Result<(), Failure> {
 }
 
 /// Options that a declaration does not have, and what takes their place.
-const NOT_DECLARED: [(&str, &str); 17] = [
+const NOT_DECLARED: [(&str, &str); 19] = [
     ("context", "the job runs in the cluster of its Job"),
     ("dashboard-port", "`elasticdl dashboard` serves the page of a job in a cluster"),
     ("detach", "the Job follows its job"),
     ("dry-run", "`kubectl apply --dry-run=server` checks the Job"),
+    ("host-command", "the workers are pods"),
+    ("hosts", "the workers are pods"),
     ("if-not-exists", "the Job takes up the job that it has submitted"),
     ("job-dir", "a job in a cluster has its state in its ConfigMap, and its logs in its pods"),
     ("job-name", "the job has the name of its Job"),

@@ -2,6 +2,7 @@
 
 use elasticdl_master::job::{Batch, CheckpointEvery, JobSpec, Work};
 use elasticdl_master::jobdir::{JobDir, quoted};
+use elasticdl_master::local::hosts::Hosts;
 use elasticdl_proto::shown_sources;
 
 use super::local_job::LocalJob;
@@ -35,6 +36,11 @@ fn describe(job: &LocalJob) -> String {
     rows.extend(job.summary.as_ref().map(|file| ("summary", path(file))));
     rows.extend(job.metrics.map(|address| ("metrics", format!("http://{address}/metrics"))));
     rows.extend(job.tensorboard_dir.as_ref().map(|folder| ("tensorboard", path(folder))));
+    if let Some(Hosts { hosts, command, .. }) = &job.hosts {
+        let names: Vec<String> =
+            hosts.iter().map(|host| format!("{} ({})", host.name, host.slots)).collect();
+        rows.push(("hosts", format!("{}, by `{}`", names.join(", "), command.join(" "))));
+    }
     let mut text = format!("job {} would be started on this machine (dry run)\n", spec.name);
     for (name, value) in rows {
         text.push_str(&format!("  {name:<13} {value}\n"));

@@ -1,11 +1,11 @@
-//! Turns a request into a job of this machine, with every check that needs no worker.
+//! Turns a request into a job that this machine leads, with every check that needs no worker.
 //!
 //! **Invariant:** when [`LocalJob::new`] fails, nothing has been written or started.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::io::Read as _;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::io::{self, Read as _};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs as _, UdpSocket};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -13,12 +13,13 @@ use std::time::Duration;
 
 use elasticdl_master::job::{JobSpec, Work};
 use elasticdl_master::jobdir::{self, EarlierJob, earlier_job, quoted};
+use elasticdl_master::local::hosts::{HOST, Host, Hosts};
 use rustix::fs::Access;
 
 use super::background::name_of;
 use super::request::{StartRequest, WorkOptions, default_name};
 use crate::args::DashboardPort;
-use crate::process::{Console, Failure};
+use crate::process::{Console, Failure, cannot};
 
 /// A validated job of this machine.
 #[derive(Debug)]
@@ -36,6 +37,8 @@ pub(super) struct LocalJob {
     pub(super) tensorboard_dir: Option<PathBuf>,
     pub(super) master_timeout: Duration,
     pub(super) console: Console,
+    /// The hosts of its workers, if they are not on this machine.
+    pub(super) hosts: Option<Hosts>,
     /// Whether it may replace an earlier job in its directory.
     replace: bool,
     work: WorkOptions,
@@ -43,11 +46,13 @@ pub(super) struct LocalJob {
 
 impl LocalJob {
     /// Validates the combination of options.
-    pub(super) fn new(request: StartRequest) -> Result<Self, Failure> {
+    pub(super) fn new(mut request: StartRequest) -> Result<Self, Failure> {
+        request.job.local |= request.job.hosts.is_some();
         if !request.job.local {
             return Err(Failure::usage(
-                "neither --image nor --local is given: use --image IMG to train in a cluster, \
-                 with pods of that image, or --local to train with processes of this machine",
+                "none of --image, --local and --hosts is given: use --image IMG to train in a \
+                 cluster, with pods of that image, --local to train with processes of this \
+                 machine, or --hosts FILE to train with processes of other hosts",
             ));
         }
         // The numbers are checked first: they do not depend on the program.
@@ -63,7 +68,14 @@ impl LocalJob {
         let mut spec = with_whole_outputs(request.spec(name, absolute_path)?)?;
         spec.policies.starts_together = true;
         let args = program_args.to_vec();
-        let StartRequest { job, work, workers, output, .. } = request;
+        let StartRequest { mut job, work, workers, output, .. } = request;
+        let hosts = job.hosts.take().map(|list| hosts_of(list.0, &job.host_command)).transpose()?;
+        if let Some(hosts) = &hosts {
+            check_storage(&work)?;
+            if job.listen.is_loopback() {
+                job.listen = address_towards(&hosts.hosts[0].name)?;
+            }
+        }
         let job_dir = job.job_dir.unwrap_or_else(|| jobdir::default_root().join(&spec.name));
         let local = Self {
             spec,
@@ -81,6 +93,7 @@ impl LocalJob {
                 .map(|port| SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port)),
             tensorboard_dir: output.tensorboard_dir,
             master_timeout: workers.master_timeout,
+            hosts,
             replace: job.replace,
             work,
         };
@@ -116,6 +129,58 @@ impl LocalJob {
             self.spec.options.checkpoints = options.checkpoints.in_job_dir(job_dir);
         }
     }
+}
+
+/// The hosts of the workers, which `command` reaches.
+fn hosts_of(hosts: Vec<Host>, command: &str) -> Result<Hosts, Failure> {
+    let command: Vec<String> = command.split_whitespace().map(Into::into).collect();
+    if !command.iter().any(|word| word.contains(HOST)) {
+        return Err(Failure::usage(format!(
+            "--host-command: it has no {HOST}, where the name of a host belongs, as in `ssh {HOST}`"
+        )));
+    }
+    find_program(OsStr::new(&command[0]))
+        .map_err(|failure| Failure::usage(format!("--host-command: {}", failure.text)))?;
+    let own = std::env::current_exe().map_err(cannot("learn the path of this command"))?;
+    let folder = std::env::current_dir().map_err(cannot("learn the current directory"))?;
+    Ok(Hosts { hosts, command, elasticdl: own.into(), folder: folder.into() })
+}
+
+/// Workers on several hosts write the parts of a checkpoint, and any of them reads it.
+fn check_storage(work: &WorkOptions) -> Result<(), Failure> {
+    match work {
+        WorkOptions::Training(options, _) if options.checkpoints.checkpoint_dir.is_none() => {
+            Err(Failure::usage(
+                "--hosts: give --checkpoint-dir a folder that all hosts share or an object store, \
+                 or `none`",
+            ))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The address from which this machine reaches a host.
+fn address_towards(host: &str) -> Result<IpAddr, Failure> {
+    let name = host.rsplit_once('@').map_or(host, |(_, name)| name);
+    let found = (name, DISCARD).to_socket_addrs().and_then(|addresses| {
+        let reached = addresses.filter_map(|address| {
+            let any: IpAddr = match address {
+                SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+                SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+            };
+            // No packet is sent.
+            let socket = UdpSocket::bind((any, 0)).ok()?;
+            socket.connect(address).ok()?;
+            Some(socket.local_addr().ok()?.ip())
+        });
+        { reached }.next().ok_or_else(|| io::Error::other("there is no route to it"))
+    });
+    found.map_err(|error| {
+        Failure::usage(format!(
+            "--hosts: {name}: {error}; give --listen the address of this machine that the hosts \
+             reach"
+        ))
+    })
 }
 
 /// Why an earlier job is in the way, and the ways out.
@@ -244,6 +309,8 @@ fn check_format(path: &Path) -> Result<(), String> {
     }
 }
 
+/// The port of no service: what is sent there is discarded.
+const DISCARD: u16 = 9;
 /// Bytes of a file that the system looks at.
 const FORMAT_BYTES: u64 = 256;
 

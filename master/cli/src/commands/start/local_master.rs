@@ -185,6 +185,7 @@ pub(super) fn master_of(job: LocalJob, turn: Option<Turn>) -> Result<LocalMaster
         dashboard: job.dashboard,
         master_timeout: job.master_timeout,
         stores: stores(),
+        hosts: job.hosts,
         began: StartTime::now(),
         copy: None,
     };

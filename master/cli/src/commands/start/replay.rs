@@ -9,10 +9,7 @@ mod checkpoints;
 mod origin;
 
 use std::fmt::Display;
-use std::fs::{self, DirBuilder, DirEntry, File};
-use std::io;
-use std::os::unix::fs::DirBuilderExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use elasticdl_master::event_loop::JobResult;
 use elasticdl_master::job::{Batch, JobSpec, Outcome, Work};
@@ -27,8 +24,9 @@ use super::local_job::LocalJob;
 use super::local_master::{lead, master_of};
 use super::request::{StartRequest, WorkOptions};
 use crate::args::DashboardPort;
-use crate::process::{EXIT_FAILED, EXIT_OK, Failure, cannot, print};
+use crate::process::{EXIT_FAILED, EXIT_OK, Failure, print};
 use crate::progress::LogFormat;
+use crate::scratch::Scratch;
 
 /// A step that was made once more. The names of the fields are a public format.
 #[derive(Debug, PartialEq, Serialize)]
@@ -63,7 +61,7 @@ pub(crate) fn replay(
             origin.complete_data(training);
         }
     }
-    let scratch = Scratch::create(&std::env::temp_dir())?;
+    let scratch = Scratch::create(&std::env::temp_dir(), SCRATCH)?;
     let console = request.output.console();
     strip(&mut request, &scratch.path);
     let mut job = LocalJob::new(request)?;
@@ -110,7 +108,7 @@ pub(crate) fn replay(
 /// Takes what a job writes from its options, and all workers but one.
 fn strip(request: &mut StartRequest, scratch: &Path) {
     let StartRequest { job, work, workers, output, .. } = request;
-    job.local = true;
+    (job.local, job.hosts) = (true, None);
     (job.job_dir, job.job_name) = (Some(scratch.join("job")), Some("replay".into()));
     (output.summary, output.tensorboard_dir, output.metrics_port) = (None, None, None);
     output.dashboard_port = Some(DashboardPort::Closed);
@@ -241,85 +239,7 @@ fn to_text(replay: &Replay, is_deterministic: bool, has_ended: bool) -> String {
     )
 }
 
-/// A folder that is removed in the end.
-struct Scratch {
-    path: PathBuf,
-    /// Locked while the folder is in use, however this process ends.
-    _lock: File,
-}
-
-impl Scratch {
-    /// Creates a folder in `parent`, and removes those there whose processes were killed.
-    fn create(parent: &Path) -> Result<Self, Failure> {
-        remove_abandoned(parent);
-        loop {
-            let mut random = [0; 6];
-            getrandom::fill(&mut random)
-                .map_err(|e| Failure::failed(format!("the system gives no random bytes: {e}")))?;
-            let digits: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
-            let path = parent.join(format!("{SCRATCH}{digits}"));
-            let doing = format!("create {}", path.display());
-            let failed = cannot(&doing);
-            DirBuilder::new().mode(0o700).create(&path).map_err(&failed)?;
-            let lock = File::open(&path).and_then(|lock| lock.lock().map(|()| lock));
-            // Another process may have taken it for an abandoned one before it was locked.
-            match lock {
-                Ok(lock) if path.is_dir() => return Ok(Self { path, _lock: lock }),
-                Ok(_) => {}
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) => return Err(failed(error)),
-            }
-        }
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.path);
-    }
-}
-
-/// Removes the folders in `parent` that no process uses any more.
-fn remove_abandoned(parent: &Path) {
-    let is_scratch = |entry: &DirEntry| {
-        let name = entry.file_name();
-        let digits = name.to_str().and_then(|name| name.strip_prefix(SCRATCH));
-        digits.is_some_and(|digits| digits.len() == 12)
-            && entry.file_type().is_ok_and(|kind| kind.is_dir())
-    };
-    let all = fs::read_dir(parent).into_iter().flatten().flatten();
-    for folder in all.filter(is_scratch).map(|entry| entry.path()) {
-        // Those of other users can't be opened.
-        if let Ok(lock) = File::open(&folder)
-            && lock.try_lock().is_ok()
-        {
-            let _ = fs::remove_dir_all(&folder);
-        }
-    }
-}
-
 /// Names of the folders begin with this.
 const SCRATCH: &str = "elasticdl-replay-";
 /// Number of records that the text names.
 const SHOWN: usize = 16;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn folders_of_killed_processes_are_removed_and_those_in_use_are_left_alone() {
-        let parent = tempfile::tempdir().unwrap();
-        let [killed, other] = ["elasticdl-replay-0123456789ab", "elasticdl-replay-mine"]
-            .map(|n| parent.path().join(n));
-        fs::create_dir_all(killed.join("job/logs")).unwrap();
-        fs::create_dir(&other).unwrap();
-        let first = Scratch::create(parent.path()).unwrap();
-        assert!(!killed.exists() && other.exists());
-        let second = Scratch::create(parent.path()).unwrap();
-        assert!(first.path.is_dir() && second.path.is_dir());
-        let path = first.path.clone();
-        drop(first);
-        assert!(!path.exists() && second.path.is_dir());
-    }
-}

@@ -9,11 +9,12 @@ use elasticdl_master::job::{
 };
 use elasticdl_master::jobdir;
 use elasticdl_master::limits::WORKERS_MAX;
+use elasticdl_master::local::hosts::slots_of;
 use elasticdl_proto::DATA_OF_PROGRAM;
 
 use crate::args::{
-    ClusterOptions, InferenceData, InferenceOptions, JOB_NAME_LEN_MAX, JobOptions, OutputOptions,
-    TrainingOptions, TuningOptions, WorkerOptions, sources,
+    ClusterOptions, HostList, InferenceData, InferenceOptions, JOB_NAME_LEN_MAX, JobOptions,
+    OutputOptions, TrainingOptions, TuningOptions, WorkerOptions, sources,
 };
 use crate::process::Failure;
 
@@ -176,8 +177,9 @@ impl WorkerCounts {
         };
         let min = min.unwrap_or(per_pod);
         let options = &request.workers;
-        let num =
-            options.num_workers.unwrap_or_else(|| NUM_WORKERS_DEFAULT.next_multiple_of(per_pod));
+        let slots = request.job.hosts.as_ref().map(|HostList(hosts)| slots_of(hosts));
+        let num = options.num_workers.or(slots);
+        let num = num.unwrap_or_else(|| NUM_WORKERS_DEFAULT.next_multiple_of(per_pod));
         let max = options.max_workers.unwrap_or_else(|| {
             let max =
                 num.saturating_mul(MAX_WORKERS_FACTOR).clamp(MAX_WORKERS_DEFAULT_MIN, WORKERS_MAX);

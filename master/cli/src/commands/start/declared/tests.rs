@@ -87,8 +87,8 @@ const REPLACED: [(&str, &str, &str); 4] = [
 /// Options that are none of a job in a cluster, or that the master's pod and the other objects
 /// have alone.
 const NOT_COMPARED: &str = "config context dashboard-port detach dry-run egress-to help \
-    help-all if-not-exists job-dir job-name listen local log-format master-image \
-    master-pod-template master-resources namespace no-network-policy per-job-role \
+    help-all host-command hosts if-not-exists job-dir job-name listen local log-format \
+    master-image master-pod-template master-resources namespace no-network-policy per-job-role \
     print-config quiet replace replay-step resume service-account summary tee \
     ttl-after-finished";
 

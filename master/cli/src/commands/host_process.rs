@@ -1,0 +1,93 @@
+//! `elasticdl host-process`: runs a worker on this host, for the master of a job on another one.
+//!
+//! Its input says what to run. The worker is of this process's group, so that who ends the group
+//! ends the worker, too. When no process reads what it prints any more, as when its connection is
+//! gone, both end.
+
+use std::fs;
+use std::io::{self, Read as _, stdin, stdout};
+use std::os::fd::AsFd;
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::process::{Child, Command, ExitStatus, Stdio};
+
+use elasticdl_master::local::hosts::HostLaunch;
+use elasticdl_master::local::{env_of_slot, processes_of_group, share_of_cores};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::process::{
+    Pid, PidfdFlags, Signal, getpgrp, getpid, getppid, kill_process, kill_process_group, pidfd_open,
+};
+
+use crate::process::{Failure, cannot};
+use crate::scratch::Scratch;
+
+/// Runs the worker to its end. Returns its exit code; 128 and its number for a signal, as shells.
+pub(super) fn run() -> Result<u8, Failure> {
+    let mut text = Vec::new();
+    stdin().take(LAUNCH_BYTES_MAX).read_to_end(&mut text).map_err(cannot("read what to run"))?;
+    let launch: HostLaunch = serde_json::from_slice(&text).map_err(|error| {
+        Failure::usage(format!(
+            "the master of a job starts this command, of its own build: {error}"
+        ))
+    })?;
+    let files = Scratch::create(&std::env::temp_dir(), SCRATCH)?;
+    let program = launch.program.display().to_string();
+    let mut worker = start(launch, &files).map_err(cannot(&format!("start {program}")))?;
+    let ended = wait(&mut worker);
+    end_others();
+    let ended = ended.map_err(cannot(&format!("wait for {program}")))?;
+    let signal = ended.signal().and_then(|signal| u8::try_from(signal).ok());
+    Ok(signal.map_or_else(|| ended.code().unwrap_or(1) as u8, |signal| 128 + signal))
+}
+
+fn start(launch: HostLaunch, scratch: &Scratch) -> io::Result<Child> {
+    let HostLaunch { program, args, env, folder, files, slot: (slot, slots) } = launch;
+    let mut command = Command::new(&program);
+    for (variable, contents) in files {
+        let path = scratch.path.join(&variable);
+        fs::write(&path, contents)?;
+        command.env(variable, path);
+    }
+    command.arg0(&program).args(args).envs(env).current_dir(folder).stdin(Stdio::null());
+    command.envs(env_of_slot(slot, share_of_cores(slots))).spawn()
+}
+
+/// Waits for the worker's end, and ends it if no process reads what it prints.
+fn wait(worker: &mut Child) -> io::Result<ExitStatus> {
+    let id = Pid::from_child(worker);
+    let process = pidfd_open(id, PidfdFlags::empty())?;
+    // What is polled for no event still tells that its other end is closed.
+    let output = stdout();
+    let mut polled = [
+        PollFd::new(&process, PollFlags::IN),
+        PollFd::from_borrowed_fd(output.as_fd(), PollFlags::empty()),
+    ];
+    loop {
+        match poll(&mut polled, None) {
+            Err(Errno::INTR) => continue,
+            other => other?,
+        };
+        if polled[1].revents().intersects(PollFlags::ERR | PollFlags::HUP) {
+            let _ = kill_process_group(getpgrp(), Signal::KILL);
+        }
+        if !polled[0].revents().is_empty() {
+            return worker.wait();
+        }
+    }
+}
+
+/// Ends the other processes of this group, such as those that the worker has left: they keep the
+/// connection open. The shell that has started this process ends by itself.
+fn end_others() {
+    let spared = [Some(getpid()), getppid()];
+    let others = processes_of_group(getpgrp()).filter(|process| !spared.contains(&Some(*process)));
+    for process in others {
+        // It may have ended.
+        let _ = kill_process(process, Signal::KILL);
+    }
+}
+
+/// More is no launch.
+const LAUNCH_BYTES_MAX: u64 = 16 << 20;
+/// Names of the folders with a worker's token begin with this.
+const SCRATCH: &str = "elasticdl-host-";

@@ -1,0 +1,173 @@
+//! `--hosts`: workers on other hosts, which commands such as ssh reach, end with their connection,
+//! and a host that is lost costs its workers only.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::net::TcpListener;
+use std::process::{Child, Command as Process, Stdio};
+use std::time::Duration;
+
+use elasticdl_tests::{Command, JobFixture, Network, Running, assert_end, send};
+use rustix::process::Signal;
+
+use crate::PROGRAMS;
+
+/// A job whose workers are on the hosts of a list, which `command` reaches.
+fn on_hosts(fixture: &JobFixture, list: &str, command: &str) -> Command {
+    let file = fixture.path("hosts");
+    fs::write(&file, list).unwrap();
+    let job = fixture.command(1).option("hosts", file).option("host-command", command);
+    job.option("checkpoint-dir", "none")
+}
+
+/// The namespace of a host, which is its name here.
+fn name_of(network: &Network, host: u8) -> String {
+    network.on(host).pop().unwrap()
+}
+
+/// Number of workers of each host.
+fn spread(job: &Running, network: &Network) -> BTreeMap<u8, usize> {
+    let mut spread = BTreeMap::new();
+    for host in job.workers().into_values().filter_map(|pid| network.host_of(pid)) {
+        *spread.entry(host).or_default() += 1;
+    }
+    spread
+}
+
+#[test]
+#[ignore = "needs root and iproute2"]
+fn workers_fill_the_slots_of_the_hosts_and_leave_a_host_that_is_switched_off() {
+    let network = Network::new(4);
+    let fixture = JobFixture { worker_timeout: Some("2s"), ..JobFixture::new(PROGRAMS, 4) };
+    let fixture = fixture.lasting();
+    let [first, second, third] = [1, 2, 3].map(|host| name_of(&network, host));
+    let list = format!("{first} slots=2\n{second}\n{third}\n");
+    let command = on_hosts(&fixture, &list, "ip netns exec {host}")
+        .started_by(network.on(0))
+        .option("listen", network.address(0));
+    let mut job = command.start().keeping(fixture.folder);
+    job.wait_for_work_of(4);
+    assert_eq!(spread(&job, &network), BTreeMap::from([(1, 2), (2, 1), (3, 1)]));
+    // One that is killed is replaced in its place.
+    let (worker, pid) = job.members()[0];
+    let host = network.host_of(pid).unwrap();
+    send(pid, Signal::KILL);
+    job.wait_for_members_without(4, &[worker]);
+    assert_eq!(spread(&job, &network)[&host], if host == 1 { 2 } else { 1 });
+    // The next master takes over the processes.
+    job.kill_master();
+    job.resume();
+    job.wait_for_return_of(4);
+    let lost: Vec<_> =
+        job.workers().into_iter().filter(|(_, pid)| network.host_of(*pid) == Some(3)).collect();
+    network.switch_off(3, false);
+    let gone: Vec<_> = lost.iter().map(|(worker, _)| *worker).collect();
+    job.wait_for_members_without(3, &gone);
+    job.hurry();
+    let workers = job.workers();
+    let ended = job.wait();
+    ended.assert_exact("a host is switched off");
+    // Those that the master has ended, too: its command's process is that of the worker's group.
+    for (_, pid) in workers.into_iter().chain(lost) {
+        assert_end(&[pid], Duration::from_secs(60));
+    }
+}
+
+/// A server of ssh for this user, on this machine.
+struct Sshd {
+    child: Child,
+    folder: tempfile::TempDir,
+    port: u16,
+}
+
+impl Sshd {
+    fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name).display().to_string();
+        for key in ["host", "user"] {
+            let mut made = Process::new("ssh-keygen");
+            made.args(["-q", "-t", "ed25519", "-N", "", "-f", &path(key)]);
+            assert!(made.status().unwrap().success());
+        }
+        fs::rename(path("user.pub"), path("authorized")).unwrap();
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let config = format!(
+            "Port {port}\nListenAddress 127.0.0.1\nHostKey {}\nAuthorizedKeysFile {}\n\
+             StrictModes no\nPermitRootLogin yes\nUsePAM no\nPidFile none\n",
+            path("host"),
+            path("authorized")
+        );
+        fs::write(path("config"), config).unwrap();
+        fs::create_dir_all("/run/sshd").unwrap();
+        let mut server = Process::new("/usr/sbin/sshd");
+        server.args(["-D", "-e", "-f", &path("config")]).stderr(Stdio::null());
+        Self { child: server.spawn().unwrap(), folder, port }
+    }
+
+    fn command(&self) -> String {
+        let folder = self.folder.path().display();
+        format!(
+            "ssh -F none -o BatchMode=yes -o StrictHostKeyChecking=no -o ConnectionAttempts=20 \
+             -o UserKnownHostsFile=/dev/null -i {folder}/user -p {} {{host}}",
+            self.port
+        )
+    }
+}
+
+impl Drop for Sshd {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The children of a process.
+fn children_of(pid: u32) -> Vec<u32> {
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
+    let of_thread = |thread: fs::DirEntry| fs::read_to_string(thread.path().join("children"));
+    let children: Vec<_> = threads.filter_map(|thread| of_thread(thread).ok()).collect();
+    children.join(" ").split_whitespace().map(|pid| pid.parse().unwrap()).collect()
+}
+
+#[test]
+#[ignore = "needs root, ssh and sshd"]
+fn workers_end_with_their_connection_and_no_argument_tells_the_token() {
+    let sshd = Sshd::start();
+    let fixture = JobFixture::new(PROGRAMS, 2).lasting();
+    let command = on_hosts(&fixture, "127.0.0.1 slots=2", &sshd.command());
+    let token = fixture.path("job/token");
+    let mut job = command.start().keeping(fixture.folder);
+    job.wait_for_work_of(2);
+    let token = fs::read_to_string(token).unwrap();
+    for process in fs::read_dir("/proc").unwrap().flatten() {
+        let line = fs::read_to_string(process.path().join("cmdline")).unwrap_or_default();
+        assert!(!line.contains(token.trim()), "{line}");
+    }
+    let before = job.workers();
+    // All connections at once, as when the network of this machine fails.
+    let clients = children_of(job.pid());
+    assert_eq!(clients.len(), 2);
+    clients.into_iter().for_each(|client| send(client, Signal::KILL));
+    for pid in before.values() {
+        assert_end(&[*pid], Duration::from_secs(60));
+    }
+    let gone: Vec<_> = before.keys().copied().collect();
+    job.wait_for_members_without(2, &gone);
+    job.hurry();
+    job.wait().assert_exact("all connections were lost");
+}
+
+#[test]
+fn a_list_of_hosts_is_checked_before_the_job_starts() {
+    let fixture = JobFixture::new(PROGRAMS, 2);
+    let refused = |job: Command, text: &str| {
+        let ended = job.run();
+        assert!(ended.output.contains(text), "{text:?} is not in: {}", ended.output);
+    };
+    refused(on_hosts(&fixture, "a slots=x", "ssh {host}"), "line 1: `slots=x` is not slots=N");
+    refused(on_hosts(&fixture, "127.0.0.1", "ssh host"), "it has no {host}");
+    refused(on_hosts(&fixture, "127.0.0.1", "./none {host}"), "--host-command: ");
+    refused(on_hosts(&fixture, "no.such.host.invalid", "/bin/echo {host}"), "give --listen");
+    let job = fixture.command(1).option("hosts", fixture.path("hosts"));
+    refused(job, "--hosts: give --checkpoint-dir a folder that all hosts share");
+}
