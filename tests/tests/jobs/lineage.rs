@@ -70,22 +70,36 @@ fn the_steps_of_a_record_are_those_in_which_workers_have_seen_it() {
     assert_eq!(ended.summary().steps, 200, "{}", ended.output);
     assert!(ended.lost().contains(&kept), "{:?}", ended.memberships());
     let seen = seen(&traces, &job_dir.join("processes"));
-    assert_eq!(seen.len(), 6000);
-    for (record, steps) in seen.iter().step_by(199) {
+    let lost: BTreeSet<u64> = ended.lost().iter().map(|worker| worker.0).collect();
+    let none = BTreeMap::new();
+    // Some of those whose worker has noted nothing are among them, if there are any.
+    let unseen = (0..6000).filter(|record| !seen.contains_key(record)).take(9);
+    for record in (0..6000).step_by(199).chain(unseen) {
+        let steps = seen.get(&record).unwrap_or(&none);
         let lineage = lineage(&job_dir, &record.to_string());
         let rows = lineage["epochs"].as_array().unwrap();
         let trained: Vec<&Value> = rows.iter().filter(|row| row["state"] == "trained").collect();
-        let of_rows: Vec<u64> = trained.iter().map(|row| row["step"].as_u64().unwrap()).collect();
-        assert_eq!(of_rows, Vec::from_iter(steps.keys().copied()), "record {record}: {lineage}");
-        for (row, workers) in trained.iter().zip(steps.values()) {
-            let listed = row["workers"].as_array().unwrap();
-            let listed: BTreeSet<u64> = listed.iter().map(|id| id.as_u64().unwrap()).collect();
-            // One that was killed before the commit has noted nothing.
-            assert!(workers.is_subset(&listed), "record {record}, {workers:?}: {row}");
+        let listed: BTreeMap<u64, BTreeSet<u64>> = trained
+            .iter()
+            .map(|row| {
+                let workers = row["workers"].as_array().unwrap();
+                (row["step"].as_u64().unwrap(), workers.iter().flat_map(Value::as_u64).collect())
+            })
+            .collect();
+        assert!(!listed.is_empty(), "record {record}: {lineage}");
+        assert!(steps.keys().all(|step| listed.contains_key(step)), "record {record}: {lineage}");
+        for (step, listed) in &listed {
+            match steps.get(step) {
+                Some(seen) => {
+                    assert!(seen.is_subset(listed), "record {record}, {seen:?}: {lineage}")
+                }
+                // One that was killed before it knew of the commit has noted nothing.
+                None => assert!(!listed.is_disjoint(&lost), "record {record}: {lineage}"),
+            }
         }
-        let rest = rows.len() - trained.len();
-        assert_eq!(rest, 2 - steps.len());
     }
+    let unseen = 6000 - seen.len();
+    assert!(unseen <= 24 * lost.len(), "{unseen} records of {} workers", lost.len());
     let first = lineage(&job_dir, "part-000.bin:7");
     assert_eq!(first["record"], 7);
 }
