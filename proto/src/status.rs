@@ -64,8 +64,11 @@ pub struct Status {
     /// exit of a worker.
     #[serde(default)]
     pub stop_reason: Option<String>,
-    /// Number of workers that the user wants.
+    /// Number of workers that the job keeps: what the user wants, or what `--autoscale` has found.
     pub workers_desired: u32,
+    /// What `--autoscale` has found last, and does therefore; `None` before the first measurement.
+    #[serde(default)]
+    pub autoscale: Option<String>,
     /// The connected workers, by id.
     pub workers: Vec<WorkerStatus>,
     /// Workers without contact to the master that are not lost, by id: the group may train on with
@@ -329,6 +332,7 @@ pub(crate) mod tests {
             shards: Some(ShardCounts { todo: 5, leased: 3, done: 2 }),
             stop_reason: Some("the deadline has passed".into()),
             workers_desired: 2,
+            autoscale: Some("2 workers make 20000 records/s; trying 3".into()),
             workers: vec![worker],
             workers_disconnected: vec![DisconnectedStatus {
                 worker: WorkerId(6),
@@ -422,6 +426,7 @@ pub(crate) mod tests {
         expected["evaluated_best"] =
             json!({"step": 8, "metric": "accuracy", "value": 0.875, "export": "/b"});
         expected["stop_reason"] = json!("the deadline has passed");
+        expected["autoscale"] = json!("2 workers make 20000 records/s; trying 3");
         expected["learning_rate"] = json!(0.125);
         expected["eta_s"] = json!(64.0);
         expected["tables"] = json!({"rows": 30, "touches": 64, "shards_at_risk": 5});
@@ -456,6 +461,7 @@ pub(crate) mod tests {
             "eta_s",
             "shards",
             "stop_reason",
+            "autoscale",
             "allreduce_transport",
             "tables",
             "evaluated",

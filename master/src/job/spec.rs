@@ -27,6 +27,10 @@ pub struct JobSpec {
     pub min_workers: u32,
     /// `num_workers` can be raised up to this.
     pub max_workers: u32,
+    /// Whether the number of workers is measured and changed while the job runs: `num_workers` is
+    /// the first one.
+    #[serde(default)]
+    pub autoscale: bool,
     /// Workers beyond `num_workers` that follow the group's state, and take the place of members
     /// that are lost.
     pub spares: u32,
@@ -67,6 +71,7 @@ impl JobSpec {
             num_workers,
             min_workers: 1,
             max_workers: num_workers,
+            autoscale: false,
             spares: 0,
             workers_per_pod: 1,
             records_per_shard: None,
@@ -139,6 +144,9 @@ impl JobSpec {
             if number > 0 && !self.options.work.trains() {
                 return one_of(field, number.to_string(), "0 without training");
             }
+        }
+        if self.autoscale && !self.options.work.trains() {
+            return one_of("autoscale", "true".into(), "false without training");
         }
         if !(self.min_workers..=self.max_workers).contains(&self.num_workers) {
             return one_of(

@@ -7,6 +7,7 @@
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 mod audit;
+mod autoscale;
 mod chaos;
 mod checkpoints;
 mod dashboard;

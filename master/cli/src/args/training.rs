@@ -17,6 +17,20 @@ pub(crate) struct TrainingOptions {
           help_heading = "Workers")]
     pub(crate) min_workers: Option<u32>,
 
+    /// Measure how many workers pay, from --min-workers to --max-workers, beginning with
+    /// --num-workers.
+    ///
+    /// The job tries a quarter more workers, or one pod, and keeps them if each adds at least 60 %
+    /// of what a worker makes on average, in records/s. If they add less than 40 %, it also tries
+    /// fewer. It then measures again after ten minutes, with pauses of up to two hours. Each number
+    /// is measured over 18 steps or more that take six seconds or more. Events and `elasticdl
+    /// status` say what was found. `elasticdl scale` sets the number of workers, and the most that
+    /// are tried from then on. While workers wait for capacity, nothing is tried, and a trial for
+    /// which there is no capacity ends. With --minibatch-size a step has more records the more
+    /// workers there are, which counts as a gain.
+    #[arg(long, help_heading = "Workers")]
+    pub(crate) autoscale: bool,
+
     #[command(flatten)]
     pub(crate) checkpoints: CheckpointOptions,
 

@@ -68,6 +68,7 @@ mod tests {
         let expected = [
             "allow-mixed-builds",
             "audit",
+            "autoscale",
             "best-metric",
             "channels",
             "checkpoint-dir",

@@ -59,6 +59,7 @@ JSON (keys are stable; null for values that do not apply or are not yet known):
                         --deadline at the present speed
   shards                {todo, leased, done} of an evaluate or predict job; otherwise null
   workers_desired       number of workers to keep running
+  autoscale             what --autoscale has found last, as text; or null
   workers[]             {worker, pid, rank, state, step, compute_us, share, input_us, limited_by,
                         straggler, cpu, memory_bytes, serves_tables, table_bytes, leased_records};
                         state: serving of a table server in training; compute_us: time in the

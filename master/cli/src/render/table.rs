@@ -84,6 +84,9 @@ pub(crate) fn to_table(status: &Status) -> String {
             format!("worker {} {}{}", launch.launch.0, launch.state, reason.unwrap_or_default());
         row(if index == 0 { "pending" } else { "" }, &what);
     }
+    if let Some(found) = &status.autoscale {
+        row("autoscale", &one_line(found));
+    }
     if !status.priority_tiers.is_empty() {
         let tiers = status
             .priority_tiers
@@ -258,6 +261,7 @@ pub(crate) mod tests {
             eta_s: Some(64.0),
             records_per_s: 20_000.0,
             workers_desired: 2,
+            autoscale: Some("2 workers make 20000 records/s; trying 3".into()),
             workers: vec![worker(1, Some(0)), worker(2, None)],
             events: vec!["generation 2: 1 worker".into()],
             progress: 1.0 / 3.0,
@@ -312,6 +316,7 @@ workers      2 desired
                   2      72     -  training           -      1.5      -  -
 disconnected worker 9 (rank 1) for 12.3 s
 pending      worker 3 unschedulable: 0/1 nodes are available
+autoscale    2 workers make 20000 records/s; trying 3
 tiers        elasticdl-core 2/2, elasticdl-tier-1 0/1
 evaluated    step 9: accuracy 0.7500, loss 0.5000
 checkpoints  step 9 in s3://b/c; the last one failed: disk full

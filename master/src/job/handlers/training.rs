@@ -102,6 +102,7 @@ impl Job {
         if self.reporting.is_late(now) {
             self.log_recovery();
         }
+        self.autoscale(now, report.step - known, report);
         if is_news {
             self.out.mark_dirty();
             self.reconcile(now);

@@ -293,6 +293,7 @@ impl Job {
                     counted(fewer.into(), "worker")
                 ));
                 self.lifecycle.wanted = fewer;
+                self.lifecycle.limit_autoscale(fewer);
             }
             ExitAction::Ignore | ExitAction::Restart => {
                 let why = match rule.action {

@@ -12,15 +12,16 @@ use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
 
+use super::autoscale::{Decision, GroupSize};
 use crate::job::action::Action;
-use crate::job::event::{LaunchId, ReclaimCause, Wait};
+use crate::job::event::{Committed, LaunchId, ReclaimCause, Wait};
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
 use crate::job::text::{clip, counted};
 use crate::job::time::Time;
 use crate::job::workers::scheduling::Scheduling;
 use crate::job::workers::state::Launch;
-use crate::job::workers::table::worker_of;
+use crate::job::workers::table::{launch_of, worker_of};
 
 impl Job {
     /// Starts the missing workers that may be started now.
@@ -234,16 +235,52 @@ impl Job {
     pub(crate) fn on_scale(&mut self, now: Time, num_workers: u32) {
         let allowed = self.spec.min_workers..=self.spec.max_workers;
         let before = self.lifecycle.wanted;
-        if !self.lifecycle.is_running() || !allowed.contains(&num_workers) || num_workers == before
-        {
+        if !self.lifecycle.is_running() || !allowed.contains(&num_workers) {
+            return;
+        }
+        self.lifecycle.limit_autoscale(num_workers);
+        self.out.mark_dirty();
+        if num_workers == before {
             return;
         }
         let when = if self.lifecycle.is_suspended { ", once the job is resumed" } else { "" };
+        let limit = if self.spec.autoscale { ", which --autoscale does not exceed" } else { "" };
         self.log_event(format!(
-            "scaling from {} to {num_workers}{when}",
+            "scaling from {} to {num_workers}{limit}{when}",
             counted(before.into(), "worker")
         ));
-        self.lifecycle.wanted = num_workers;
+        self.set_wanted(now, num_workers);
+    }
+
+    /// Lets the policy of `--autoscale` take in a report of `steps` new steps, and does what it
+    /// decides.
+    pub(crate) fn autoscale(&mut self, now: Time, steps: u64, report: &Committed) {
+        let is_changing = !self.lifecycle.is_running()
+            || self.lifecycle.is_suspended
+            || self.lifecycle.is_taking_over();
+        if is_changing || !self.spec.autoscale {
+            return;
+        }
+        let is_held = |(_, l): (LaunchId, &Launch)| l.stays() && l.scheduling().is_held();
+        let computes = |id: &&WorkerId| !self.workers.serves_tables(launch_of(**id));
+        let members = self.group.members().iter().filter(computes).count();
+        let group = GroupSize {
+            generation: report.generation,
+            members: u32::try_from(members).expect("members are limited by max_workers"),
+            wanted: self.lifecycle.wanted,
+            placed: self.workers.placed_workers().saturating_sub(self.spec.spares),
+            is_full: self.workers.launches().any(is_held),
+        };
+        let policy = self.lifecycle.autoscale.as_mut();
+        let decision = policy.and_then(|policy| policy.observe(now, group, steps, report));
+        if let Some(Decision { wanted, why }) = decision {
+            self.log_event(format!("autoscale: {why}"));
+            self.set_wanted(now, wanted);
+        }
+    }
+
+    fn set_wanted(&mut self, now: Time, num_workers: u32) {
+        let before = std::mem::replace(&mut self.lifecycle.wanted, num_workers);
         self.out.mark_dirty();
         let initial = &mut self.lifecycle.initial_launches_left;
         *initial = (*initial + num_workers.saturating_sub(before))

@@ -1,6 +1,7 @@
 //! The life of a job: launches and their ends, removal of workers, take-over, shutdown, and the
 //! persisted job.
 
+mod autoscale;
 pub(crate) mod disconnected;
 mod exits;
 mod failed_slots;

@@ -24,6 +24,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use elasticdl_proto::{FileList, Generation, MembershipChange, OrderName, WorkerId};
 use serde::{Deserialize, Serialize};
 
+use super::autoscale::Autoscale;
 use super::state::ID_BLOCK;
 use crate::job::action::{Membership, Outcome};
 use crate::job::data::ledger_cache::LedgerCache;
@@ -52,6 +53,9 @@ pub struct PersistedJob {
     pub(crate) order: Option<OrderName>,
     pub(crate) parameters: Option<u64>,
     pub(crate) wanted: u32,
+    /// The most workers that the policy of `--autoscale` may want; `None` without it.
+    #[serde(default)]
+    pub(crate) wanted_max: Option<u32>,
     pub(crate) initial_launches_left: u32,
     pub(crate) failures: u32,
     pub(crate) failures_since_progress: u32,
@@ -325,6 +329,7 @@ impl Job {
             order: data.order(),
             parameters: data.parameters(),
             wanted: lifecycle.wanted,
+            wanted_max: lifecycle.autoscale.as_ref().map(Autoscale::max),
             initial_launches_left: lifecycle.initial_launches_left,
             failures: budget.counted,
             failures_since_progress: budget.since_progress,

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use elasticdl_proto::{Generation, WorkerId};
 
+use super::autoscale::Autoscale;
 use super::failed_slots::FailedSlots;
 use super::fatal_reports::FatalReports;
 use super::restart::{Budget, Restarts};
@@ -17,8 +18,10 @@ use crate::job::time::Time;
 #[derive(Debug)]
 pub(crate) struct Lifecycle {
     pub(super) phase: Phase,
-    /// Desired number of workers, as last requested.
+    /// Desired number of workers.
     pub(super) wanted: u32,
+    /// What changes this number if the user does not.
+    pub(super) autoscale: Option<Autoscale>,
     /// Launches left that fill a slot for the first time; every further launch is a restart.
     pub(super) initial_launches_left: u32,
     pub(super) restarts: Restarts,
@@ -93,6 +96,7 @@ impl Lifecycle {
         Self {
             phase: Phase::Running,
             wanted: spec.num_workers,
+            autoscale: spec.autoscale.then(|| Autoscale::new(spec)),
             initial_launches_left: spec.num_workers + spec.spares + spec.options.table_servers,
             restarts: Restarts::new(Time::default(), spec.max_worker_restarts, Budget::default()),
             fatal_reports: FatalReports::default(),
@@ -163,9 +167,28 @@ impl Lifecycle {
         }
     }
 
-    /// Desired number of workers, as last requested.
+    /// Desired number of workers.
     pub(crate) fn wanted(&self) -> u32 {
         self.wanted
+    }
+
+    /// What the policy of `--autoscale` has found last.
+    pub(crate) fn autoscale_finding(&self) -> Option<&str> {
+        self.autoscale.as_ref()?.finding()
+    }
+
+    /// The group that was measured has ended.
+    pub(super) fn restart_autoscale(&mut self) {
+        if let Some(autoscale) = &mut self.autoscale {
+            autoscale.restart();
+        }
+    }
+
+    /// The user, or a rule of the user, sets the number of workers: no policy takes more.
+    pub(super) fn limit_autoscale(&mut self, workers: u32) {
+        if let Some(autoscale) = &mut self.autoscale {
+            autoscale.limit(workers);
+        }
     }
 
     #[cfg(test)]

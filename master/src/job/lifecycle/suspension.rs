@@ -69,6 +69,7 @@ impl Job {
             return;
         }
         self.lifecycle.is_suspended = false;
+        self.lifecycle.restart_autoscale();
         self.out.mark_dirty_urgent();
         let ends_first = self.group.is_formed()
             && self.lifecycle.suspended_generation == Some(self.group.generation());

@@ -52,6 +52,7 @@ impl Job {
         check(&record)?;
         let mut job = Self::new_silent(record.spec);
         job.lifecycle.wanted = record.wanted;
+        record.wanted_max.into_iter().for_each(|most| job.lifecycle.limit_autoscale(most));
         job.lifecycle.initial_launches_left = record.initial_launches_left;
         job.lifecycle.reserved = ReservedIds {
             launches: record.launches_reserved,

@@ -82,6 +82,7 @@ impl Job {
             records_per_s: self.reporting.speed.records_per_s(now),
             stop_reason: self.lifecycle.stop_reason().map(str::to_owned),
             workers_desired: self.lifecycle.wanted(),
+            autoscale: self.lifecycle.autoscale_finding().map(str::to_owned),
             shards: self.data.shards().map(ShardLeases::counts),
             memberships: self.reporting.memberships_last(),
             workers,

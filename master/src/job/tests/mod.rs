@@ -1,5 +1,6 @@
 //! Tests of the job through its public interface.
 
+mod autoscale;
 mod checkpoints;
 mod counters;
 mod directed;

@@ -137,9 +137,13 @@ impl WorkerTable {
 
     /// Number of pods that keep their slots and are scheduled.
     pub(crate) fn scheduled(&self) -> usize {
-        let is_scheduled =
-            |l: &Launch| l.has_registered() || l.scheduling() == Scheduling::Scheduled;
-        self.staying().filter(|&id| self.any_of_pod(id, is_scheduled)).count()
+        self.staying().filter(|&id| self.any_of_pod(id, is_placed)).count()
+    }
+
+    /// Number of workers that keep their slots and are scheduled, without table servers.
+    pub(crate) fn placed_workers(&self) -> u32 {
+        let placed = self.staying_workers().filter(|&id| self.any_of_pod(id, is_placed));
+        placed.map(|_| self.workers_per_pod).sum()
     }
 
     /// Number of pods that may be added so that `wanted` workers stay and at most `max` processes
@@ -397,4 +401,9 @@ impl WorkerTable {
         };
         ready.map(employ).count()
     }
+}
+
+/// Whether a launch is scheduled.
+fn is_placed(launch: &Launch) -> bool {
+    launch.has_registered() || launch.scheduling() == Scheduling::Scheduled
 }

@@ -24,10 +24,9 @@ fn describe(job: &LocalJob) -> String {
     let words = job.args.iter().map(|word| quoted(word.as_ref()));
     let program = std::iter::once(quoted(&job.program)).chain(words).collect::<Vec<_>>().join(" ");
     let mut rows = vec![("program", program), ("data", shown_sources(&spec.options.training_data))];
-    let workers = format!(
-        "{} (`elasticdl scale` accepts {} to {})",
-        spec.num_workers, spec.min_workers, spec.max_workers
-    );
+    let who = if spec.autoscale { "--autoscale takes" } else { "`elasticdl scale` accepts" };
+    let workers =
+        format!("{} ({who} {} to {})", spec.num_workers, spec.min_workers, spec.max_workers);
     rows.push(("workers", workers));
     rows.extend((spec.spares > 0).then(|| ("spares", spec.spares.to_string())));
     rows.extend(describe_work(spec));

@@ -340,6 +340,7 @@ mod tests {
             num_workers: 2,
             min_workers: 1,
             max_workers: 8,
+            autoscale: false,
             spares: 0,
             workers_per_pod: 1,
             records_per_shard: None,

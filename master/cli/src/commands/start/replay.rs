@@ -116,6 +116,7 @@ fn strip(request: &mut StartRequest, scratch: &Path) {
     if let WorkOptions::Training(training, tuning) = work {
         (training.min_workers, training.export) = (None, None);
         (training.resilience.spares, tuning.table_servers) = (0, 0);
+        training.autoscale = false;
     }
 }
 

@@ -71,6 +71,7 @@ impl StartRequest {
                 let location = training_data(&data.training_data, &self.program)?;
                 JobSpec {
                     restart_without_checkpoint: options.resilience.restart_without_checkpoint,
+                    autoscale: options.autoscale,
                     spares: options.resilience.spares,
                     policies: self.job.lifecycle.policies(options.resilience.success_policy)?,
                     options: elasticdl_proto::WorkerOptions {

@@ -9,9 +9,10 @@ use super::*;
 use crate::commands::{Cli, parse_start};
 
 /// Options, with others that they need, and those of another job that differs in them alone.
-const SAMPLES: [(&str, &str, &str); 66] = [
+const SAMPLES: [(&str, &str, &str); 67] = [
     ("allow-mixed-builds", "", "--allow-mixed-builds"),
     ("audit", "", "--audit 1%"),
+    ("autoscale", "", "--autoscale"),
     ("bad-records", "", "--bad-records skip:3"),
     ("best-metric", "--validation-data v", "--best-metric accuracy"),
     ("channels", "", "--channels 2"),
