@@ -1,6 +1,9 @@
 """Jobs of a function, from a notebook or another program."""
 
 import base64
+import collections
+import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -27,7 +30,7 @@ def launch(function, *arguments, **options):
     its arguments are a part of the pods' command, in plain, and at most 64 KiB. An interrupt does
     not stop such a job.
 
-    Raises ``RuntimeError`` if the job does not complete.
+    Raises ``RuntimeError`` if the job does not complete. It says where the logs of a local job are.
     """
     command = os.environ.get("ELASTICDL") or shutil.which("elasticdl")
     if command is None:
@@ -39,34 +42,62 @@ def launch(function, *arguments, **options):
             raise ValueError(f"launch() waits for a job and decides where it runs: no {option}=")
     call = _pickled(function, arguments)
     folder = pathlib.Path(tempfile.mkdtemp(prefix="elasticdl-"))
-    options = {"summary": folder / "summary.json", **options}
+    try:
+        return _run(command, call, folder, options)
+    finally:
+        # What stays is the directory of a job that was started.
+        for name in "function", "summary.json":
+            folder.joinpath(name).unlink(missing_ok=True)
+        for path in folder / "job", folder:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def _run(command, call, folder, options):
     if options.get("image") is None:
         (folder / "function").write_bytes(pickle.dumps((sys.path, call)))
         options = {"job_dir": folder / "job", **options}
+        summary = pathlib.Path(options["job_dir"], "summary.json")
         program = [sys.executable, "-c", _PROGRAM]
         program += [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
         program += [folder / "function"]
         words = [command, "train", "--local"]
     else:
+        options = {"summary": folder / "summary.json", **options}
+        summary = pathlib.Path(options["summary"])
         program = ["python3", "-c", _PROGRAM_OF_IMAGE, _text(call)]
         words = [command, "train"]
     words += [*_words(options), "--", *program]
     # An interrupt of a terminal is for this process, which stops the job.
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+    lines = collections.deque(maxlen=_LINES_KEPT)
     with subprocess.Popen(words, **pipes, text=True, start_new_session=True) as process:
-        last = ""
         try:
             for line in process.stdout:
                 print(line, end="", flush=True)
-                last = line.strip() or last
+                lines.append(line.strip())
         except BaseException:
             process.terminate()
             # It says what becomes of the job.
             print(process.stdout.read(), end="", flush=True)
             raise
     if process.returncode != 0:
-        raise RuntimeError(f"the job ended with code {process.returncode}: {last}")
-    return json.loads(pathlib.Path(options["summary"]).read_text())
+        logs = summary.parent / "logs"
+        where = f"; what the workers printed is in {logs}" if logs.exists() else ""
+        error = _error_of(list(lines))
+        raise RuntimeError(f"the job ended with code {process.returncode}: {error}{where}")
+    return json.loads(summary.read_text())
+
+
+def _error_of(lines):
+    """The error among the last lines of a command: that of an option has several, and how to use
+    the command follows."""
+    starts = [at for at, line in enumerate(lines) if line.startswith("error:")]
+    if not starts:
+        return next(filter(None, reversed(lines)), "it printed nothing")
+    is_error = lambda line: not line.startswith(("Usage:", "For more information"))
+    error = itertools.takewhile(is_error, lines[starts[0] :])
+    return "; ".join(filter(None, error)).removeprefix("error: ")
 
 
 def run(path):
@@ -136,6 +167,7 @@ def _words(options):
     return words
 
 
+_LINES_KEPT = 20
 _PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv[1]); from elasticdl._launch import run; "
     "run(sys.argv[2])"
