@@ -303,22 +303,33 @@ async fn watch_start(
     while let Some(group) = group.filter(|_| !has_joined.load(Ordering::Relaxed)) {
         tokio::time::sleep(ACTIVITY_INTERVAL).await;
         let now = Activity::of_group(group);
-        if now.is_busy_since(&known) {
+        let is_busy = now.is_busy_since(&known);
+        if is_busy {
             notify(BackendEvent::Busy);
         }
         known = now;
-        let is_due = !is_told && began.elapsed() >= HELLO_HINT;
-        if is_due && !flags.hello_received.load(Ordering::Relaxed) {
+        let is_due = !is_told && !flags.hello_received.load(Ordering::Relaxed);
+        if let Some(hint) = hint(began.elapsed(), is_busy).filter(|_| is_due) {
             is_told = true;
+            let program = launcher.command_line();
             notify(BackendEvent::Noted(format!(
-                "started {} s ago and has not joined the job yet: {} must call elasticdl::run() \
-                 (Rust) or elasticdl.torch.join() (Python)",
-                HELLO_HINT.as_secs(),
-                launcher.command_line()
+                "{hint}: {program} must call elasticdl::run() (Rust) or elasticdl.torch.join() \
+                 (Python)"
             )));
         }
     }
     std::future::pending().await
+}
+
+/// What is said of a process that was started so long ago and has not joined; `None` if nothing is.
+fn hint(since: Duration, is_busy: bool) -> Option<String> {
+    let (limit, busy) = match is_busy {
+        true => (HELLO_HINT_BUSY, ", but is busy: it imports, reads or computes"),
+        false => (HELLO_HINT, ""),
+    };
+    let seconds = since.as_secs();
+    (since >= limit)
+        .then(|| format!("started {seconds} s ago and has not joined the job yet{busy}"))
 }
 
 /// Waits for the end of a process that is not a child; kills it when `killed` resolves.
@@ -436,9 +447,10 @@ fn exit_of(status: ExitStatus) -> Exit {
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a killed process takes to die if nothing holds it.
 const DEATH_MAX: Duration = Duration::from_secs(1);
-/// A program that calls `run()` first sends its hello well before this time. Imports may take
-/// longer.
+/// A program that calls `run()` first sends its hello well before this time.
 const HELLO_HINT: Duration = Duration::from_secs(15);
+/// Imports and data may take as long.
+const HELLO_HINT_BUSY: Duration = Duration::from_secs(60);
 /// How often a process that has not joined is looked at.
 const ACTIVITY_INTERVAL: Duration = Duration::from_secs(2);
 

@@ -156,6 +156,14 @@ async fn a_program_that_never_sends_a_hello_is_reported_soon_and_started_again()
     assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Signal(9)));
 }
 
+#[test]
+fn a_program_that_imports_for_long_is_not_said_to_be_one_that_never_joins() {
+    let hint = |seconds, is_busy| hint(Duration::from_secs(seconds), is_busy);
+    assert_eq!([hint(14, false), hint(15, true), hint(59, true)], [const { None }; 3]);
+    assert_eq!(hint(15, false).unwrap(), "started 15 s ago and has not joined the job yet");
+    assert!(hint(60, true).unwrap().ends_with("is busy: it imports, reads or computes"));
+}
+
 #[tokio::test]
 async fn a_rebuilt_program_is_started_from_its_copy() {
     let shell = Shell::new();
