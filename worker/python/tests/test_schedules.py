@@ -1,5 +1,6 @@
 """Tests of learning-rate schedulers, which step with the commits of the group."""
 
+import contextlib
 import importlib.util
 import json
 import pathlib
@@ -7,6 +8,7 @@ import tempfile
 import textwrap
 import types
 import unittest
+import warnings
 
 if importlib.util.find_spec("torch") is None:
     raise unittest.SkipTest("PyTorch is not installed; .ci/python installs it and runs these tests")
@@ -160,6 +162,18 @@ class Settings(unittest.TestCase):
         workers[1].end_step(Delivered(True, True))
         with self.assertRaisesRegex(RuntimeError, "lr to 0.2, .* and step 7 was made with lr to"):
             workers[0].end_step(Delivered(True, True))
+
+    def test_steps_of_a_group_do_not_warn_where_the_loop_of_a_spare_has_not_begun(self):
+        from elasticdl.torch._schedules import Schedules
+
+        opt = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(opt, 1)
+        objects = types.SimpleNamespace(has_function=lambda _: False)
+        schedules = Schedules(None, [opt], objects, contextlib.nullcontext)
+        with warnings.catch_warnings(action="error"):
+            schedules.begin_commit(0, {"scheduler 0 step": 1.0})
+            schedules.commit()
+        self.assertEqual(scheduler.last_epoch, 1)
 
     def test_a_plateau_is_that_of_the_mean_of_the_metrics_by_records(self):
         from elasticdl.torch._schedules import _mean_of

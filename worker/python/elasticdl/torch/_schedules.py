@@ -226,26 +226,32 @@ class _Own:
         """Makes the steps of the commits before the mode was known."""
         while self._early < self._pending:
             self._early += 1
-            self.scheduler.step()
+            self._step()
 
     def advance_to(self, epochs):
         """Makes the steps for so many epochs that are over."""
         while self._epochs < epochs:
             self._epochs += 1
-            self.scheduler.step()
+            self._step()
 
     def advance_by(self, metric, epochs):
         """Makes the step for the last of so many epochs that are over, if there is a metric."""
         if metric is not None and self._epochs < epochs:
             self._epochs = epochs
-            self.scheduler.step(metric)
+            self._step(metric)
 
     def commit(self):
         """A step has changed the parameters."""
         if self.of_group == "step":
-            self.scheduler.step()
+            self._step()
         elif self.of_group is None:
             self._pending += 1
+
+    def _step(self, *metric):
+        # What PyTorch asks, to warn of a loop that forgets the optimizer. The optimizer has stepped
+        # with the group, also on a worker whose own loop has not begun.
+        self.scheduler.optimizer._opt_called = True
+        self.scheduler.step(*metric)
 
 
 def _not_called(own, each):
