@@ -2,7 +2,8 @@
 
 ``.bench/ports`` runs it. Each program runs as it is, and then, with its patch, in a job of three
 workers of which some are killed. The table says how many lines the patch removes and adds, what
-both print last, and what the job's ledger says about its records.
+both print last, and what the job's ledger says about its records. With ``--lines`` nothing runs,
+and the table is that of the package's README.
 """
 
 import argparse
@@ -33,7 +34,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=list(PROGRAMS), help="one program")
     parser.add_argument("--kills", type=int, default=2, help="workers to kill in each job")
+    parser.add_argument("--lines", action="store_true", help="the lines of each patch alone")
     options = parser.parse_args()
+    if options.lines:
+        return print(table())
     print("program          lines  removed  added  kills  missing  repeated  prints last")
     for name, (batch, epochs) in PROGRAMS.items():
         package = PACKAGES.get(name, "torch")
@@ -43,10 +47,23 @@ def main():
             compare(name, batch, epochs, options.kills)
 
 
+def table():
+    """The lines of the programs and of their patches, as Markdown."""
+    rows = [(name, *map(str, lines_of(name))) for name in PROGRAMS]
+    rows = [("program", "lines", "removed", "added"), ("---",) * 4, *rows]
+    return "\n".join(f"| {' | '.join(row)} |".replace(" --- ", "---") for row in rows)
+
+
+def lines_of(name):
+    """Lines of a program, and those that its patch removes and adds."""
+    program, patch = ((PORTS / f"{name}.{kind}").read_text().splitlines() for kind in ("py", "patch"))
+    starts = [line[:1] for line in patch[2:]]
+    return len(program), starts.count("-"), starts.count("+")
+
+
 def compare(name, batch, epochs, kills):
     plain = PORTS / f"{name}.py"
     patch = PORTS / f"{name}.patch"
-    lines = [line[:1] for line in patch.read_text().splitlines()[2:]]
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         ended = subprocess.run([sys.executable, plain], capture_output=True, text=True, check=True)
@@ -63,9 +80,9 @@ def compare(name, batch, epochs, kills):
             start = expected.rpartition(" ")[0]
             found = [line for line in job.text().splitlines() if line.startswith(start)]
             records = job.summary()["records"]
-    count = len(plain.read_text().splitlines())
+    lines, removed, added = lines_of(name)
     print(
-        f"{name:15} {count:6} {lines.count('-'):8} {lines.count('+'):6} {killed:6} "
+        f"{name:15} {lines:6} {removed:8} {added:6} {killed:6} "
         f"{records['missing']:8} {records['repeated']:9}  {expected}; with kills: {found[-1]}"
     )
     sys.stdout.flush()
