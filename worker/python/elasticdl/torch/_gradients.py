@@ -202,12 +202,16 @@ class Gradients:
         if self._scaler is not None:
             scale /= self._scaler.get_scale()
             dense = [self._finite(gradient) for gradient in dense]
-        # A call for each would take longer than the work, if there are many.
         if batch.before:
+            # A call for each would take longer than the work, if there are many.
             torch._foreach_add_(views, dense, alpha=scale)
-        else:
+        elif views[0].is_cuda:
             torch._foreach_copy_(views, dense)
             torch._foreach_mul_(views, scale)
+        else:
+            # In one pass over memory.
+            for view, gradient in zip(views, dense, strict=True):
+                torch.mul(gradient, scale, out=view)
 
     def _finite(self, gradient):
         """The gradient without elements that are not finite, which are noted."""
