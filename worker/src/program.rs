@@ -1,23 +1,26 @@
 //! What identifies the program of this process.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hasher as _};
 use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use elasticdl_tables::Table;
 use object::{Object as _, ReadCache};
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::external::SourceFile;
 use crate::model::NamedTensor;
 use crate::session::header::encode;
 use crate::session::origin::{Origin, Program};
 use crate::update::UpdateRule;
 
-/// The origin of this process's replica. `node`: where it runs, if the launcher knows. The settings
-/// of a rule that is no optimizer are not known.
+/// The origin of this process's replica. `node`: where it runs, if the launcher knows. `sources`:
+/// the files of an interpreted program. The settings of a rule that is no optimizer are not known.
 pub(crate) fn origin(
     node: &str,
+    sources: &[SourceFile],
     tensors: &[NamedTensor],
     tables: &[Table],
     rule: &dyn UpdateRule,
@@ -33,7 +36,7 @@ pub(crate) fn origin(
     let of_rows: Vec<_> = tables.iter().map(of_rows).collect();
     let program = Program {
         executable: digest_of_executable(Path::new("/proc/self/exe")).unwrap_or(0),
-        sources: script().map_or(0, |script| digest_of_sources(&script)),
+        files: digests_of(sources),
         version: env!("CARGO_PKG_VERSION").into(),
         tensors: xxh3_64(&encode(&(layout, rows))),
         optimizer: xxh3_64(format!("{:?} {of_rows:?}", rule.as_optimizer()).as_bytes()),
@@ -41,44 +44,22 @@ pub(crate) fn origin(
     Origin { host: host.trim().into(), program, serves_tables: false }
 }
 
-/// The script that an interpreter runs in this process.
-fn script() -> Option<PathBuf> {
-    let is_script = |path: &PathBuf| path.extension().is_some_and(|e| e == "py") && path.is_file();
-    std::env::args_os().skip(1).map(PathBuf::from).find(is_script)
-}
-
-/// Digest of a script and of the other Python files of its folder, and below it.
-fn digest_of_sources(script: &Path) -> u64 {
-    let mut files = vec![script.to_owned()];
-    let mut folders: Vec<PathBuf> = script.parent().map(Path::to_owned).into_iter().collect();
-    while let Some(folder) = folders.pop() {
-        let folder = if folder.as_os_str().is_empty() { PathBuf::from(".") } else { folder };
-        for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
-            let (path, kind) = (entry.path(), entry.file_type());
-            let is_hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
-            let is_foreign = entry.file_name() == "site-packages";
-            match kind {
-                Ok(kind) if kind.is_dir() && !is_hidden && !is_foreign => folders.push(path),
-                Ok(kind) if kind.is_file() && path.extension().is_some_and(|e| e == "py") => {
-                    files.push(path);
-                }
-                _ => {}
-            }
-            if files.len() > SOURCES_MAX || folders.len() > SOURCES_MAX {
-                // A folder with so much in it is no program's own.
-                return digest_of_file(script).unwrap_or(0);
-            }
-        }
-    }
-    // The folder may have another name elsewhere.
-    let digest = |file: &PathBuf| {
-        let name = file.file_name().unwrap_or_default().as_encoded_bytes().to_vec();
-        (name, digest_of_file(file).unwrap_or(0))
+/// Digests of source files by name. Those beyond a bound have one digest together, as a group's
+/// headers contain them.
+fn digests_of(sources: &[SourceFile]) -> BTreeMap<String, u64> {
+    let digest = |file: &SourceFile| xxh3_64(&fs::read(&file.path).unwrap_or_default());
+    let name = |file: &SourceFile| {
+        let start = file.name.ceil_char_boundary(file.name.len().saturating_sub(NAME_BYTES_MAX));
+        file.name[start..].to_owned()
     };
-    let mut digests: Vec<(Vec<u8>, u64)> = files.iter().map(digest).collect();
-    digests.sort();
-    digests.dedup();
-    xxh3_64(&encode(&digests))
+    let mut digests: BTreeMap<_, _> = sources.iter().map(|f| (name(f), digest(f))).collect();
+    if digests.len() > SOURCES_MAX {
+        let rest: Vec<_> = digests.iter().skip(SOURCES_MAX).collect();
+        let (more, of_rest) = (format!("{} more files", rest.len()), xxh3_64(&encode(&rest)));
+        digests = digests.into_iter().take(SOURCES_MAX).collect();
+        digests.insert(more, of_rest);
+    }
+    digests
 }
 
 /// Digest of the build id, which the linker computes of an executable's content, and of the file's
@@ -105,8 +86,9 @@ fn digest_of_file(path: &Path) -> Option<u64> {
     }
 }
 
-/// Most files, and most folders at a time, that are taken for a program's sources.
-const SOURCES_MAX: usize = 1000;
+/// Source files with a digest of their own.
+const SOURCES_MAX: usize = 100;
+const NAME_BYTES_MAX: usize = 120;
 
 const BUFFER_BYTES: usize = 1 << 20;
 
@@ -117,24 +99,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sources_are_the_python_files_of_the_scripts_folder_wherever_it_lies() {
+    fn each_source_has_a_digest_by_its_name_and_those_beyond_a_bound_have_one_together() {
         let folder = tempfile::tempdir().unwrap();
-        let write = |copy: &str, name: &str, text: &str| {
-            let path = folder.path().join(copy).join(name);
-            fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(path, text).unwrap();
+        let write = |i: usize, text: &str| {
+            let path = folder.path().join(i.to_string());
+            fs::write(&path, text).unwrap();
+            SourceFile { name: format!("{i:03}.py"), path }
         };
-        let digest = |copy: &str| digest_of_sources(&folder.path().join(copy).join("train.py"));
-        for copy in ["a", "b"] {
-            write(copy, "train.py", "import nets.small");
-            write(copy, "nets/small.py", "LAYERS = 2");
-            write(copy, "notes.txt", copy);
-            write(copy, ".venv/lib.py", copy);
-        }
-        assert_eq!(digest("a"), digest("b"));
-        write("b", "nets/small.py", "LAYERS = 3");
-        assert_ne!(digest("a"), digest("b"));
+        let mut sources: Vec<_> = (0..SOURCES_MAX + 3).map(|i| write(i, "LAYERS = 2")).collect();
+        let names = |digests: BTreeMap<String, u64>| digests.into_keys().collect::<Vec<_>>();
+        assert_eq!(names(digests_of(&sources[..2])), ["000.py", "001.py"]);
+        let before = digests_of(&sources);
+        assert_eq!(before.len(), SOURCES_MAX + 1);
+        write(SOURCES_MAX + 1, "LAYERS = 3");
+        write(7, "LAYERS = 3");
+        let after = digests_of(&sources);
+        let differing = before.iter().filter(|&(name, digest)| after[name] != *digest);
+        assert_eq!(differing.map(|(name, _)| name).collect::<Vec<_>>(), ["007.py", "3 more files"]);
+        let long = format!("{}/é/net.py", "x".repeat(NAME_BYTES_MAX - 8));
+        sources[0].name = long;
+        let cut = names(digests_of(&sources[..1])).remove(0);
+        assert!(cut.len() <= NAME_BYTES_MAX && cut.ends_with("x/é/net.py"), "{cut}");
     }
+
     #[test]
     fn an_executable_is_identified_by_its_build_id_and_its_length() {
         let folder = tempfile::tempdir().unwrap();

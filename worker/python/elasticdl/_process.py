@@ -10,6 +10,7 @@ import threading
 import traceback
 
 from . import _elasticdl
+from ._checks import is_refusal, place_of
 
 
 class Process:
@@ -57,8 +58,7 @@ class Process:
                 error.add_note(f"elasticdl: {note}")
             # The traceback follows in the worker's log.
             text = "".join(traceback.format_exception_only(kind, error)).strip()
-            last = traceback.extract_tb(trace)[-1:]
-            self.fail(text + "".join(f" ({at.filename}, line {at.lineno})" for at in last))
+            self.fail(text + place_of(trace), is_refused=is_refusal(trace))
         self.excepthook(kind, error, trace)
 
     def on_exit(self):
@@ -75,12 +75,12 @@ class Process:
             print(f"elasticdl: {text}", file=sys.stderr)
         self.fail(text)
 
-    def fail(self, text):
+    def fail(self, text, is_refused=False):
         self.has_failed = True
         core = self.job._worker.core
         if core is not None:
             try:
-                core.fail(text)
+                core.fail(text, is_refused)
             except RuntimeError:
                 # Another thread uses it; the process ends without a report.
                 pass

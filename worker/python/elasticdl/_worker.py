@@ -8,6 +8,7 @@ from . import _elasticdl
 from ._checks import check_count, check_option
 from ._passes import Passes
 from ._sampler import Record, Sampler
+from ._sources import loaded_sources
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,6 +145,7 @@ class Worker(Passes):
             on_gpu=on_gpu,
             evaluation=_if_declared(self._evaluator),
             prediction=_if_declared(self._predictor),
+            sources=loaded_sources(),
             calls=calls,
         )
 

@@ -1,12 +1,13 @@
 //! A worker, as Python sees it.
 
 use std::num::{NonZeroU64, NonZeroUsize};
+use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::Duration;
 
 use elasticdl::external::{
     AloneOptions, Counted, Driver, Ended, Event, Inference, JobOptions, Memory, NextBatch,
-    ProgramMemory, Record, Shape, StateMemory, Worker, WorkerError,
+    ProgramMemory, Record, Shape, SourceFile, StateMemory, Worker, WorkerError,
 };
 use elasticdl::{NamedTensor, Predictions};
 use pyo3::exceptions::{PyRuntimeError, PySystemExit, PyTypeError, PyValueError};
@@ -115,7 +116,7 @@ pub(crate) struct MicroBatch {
 
 /// How the micro-batch that was drawn first counts.
 #[pyclass(frozen, get_all, module = "elasticdl._elasticdl")]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct CountedBatch {
     /// Address of the step's gradient; `None` if the micro-batch will be discarded.
     address: Option<usize>,
@@ -190,10 +191,11 @@ impl Core {
     /// Declares the model. The trainer starts at the first `wait`. `is_direct`: the program adds
     /// gradients to the trainer's itself, and the memory of the gradient is empty. `state`: number
     /// of floats. `on_gpu`: memory of the program there; the memory on the host is then empty.
+    /// `sources`: the program's files, by names that are the same on all workers.
     #[expect(clippy::too_many_arguments, reason = "the arguments have names in Python")]
     #[pyo3(signature = (
         *, records, tensors, tables, state, micro_batch, absorbed, bucket_len, is_direct, on_gpu,
-        evaluation, prediction, calls
+        evaluation, prediction, sources, calls
     ))]
     fn start(
         &self,
@@ -209,6 +211,7 @@ impl Core {
         on_gpu: Option<GpuMemory>,
         evaluation: Option<Application>,
         prediction: Option<Application>,
+        sources: Vec<(String, PathBuf)>,
         calls: Calls,
     ) -> PyResult<Started> {
         let mut stage = self.stage()?;
@@ -224,6 +227,7 @@ impl Core {
             absorbed,
             evaluation: evaluation.as_ref().and_then(Application::inference),
             prediction: prediction.as_ref().and_then(Application::inference),
+            sources: sources.into_iter().map(|(name, path)| SourceFile { name, path }).collect(),
         };
         if let Some(converted) = py.detach(|| shape.convert()) {
             *stage = Stage::Ended;
@@ -422,13 +426,7 @@ impl Core {
                 let address = driver.address();
                 CountedBatch { address, records, before, is_last, is_overlapped }
             }
-            None => CountedBatch {
-                address: None,
-                records: 0,
-                before: 0,
-                is_last: false,
-                is_overlapped: false,
-            },
+            None => CountedBatch::default(),
         })
     }
 
@@ -458,14 +456,14 @@ impl Core {
         })?
     }
 
-    /// Reports an error of the program, and ends this worker.
-    fn fail(&self, py: Python<'_>, error: String) -> PyResult<()> {
+    /// Reports an error of the program, and ends this worker. `is_refused`: of this package.
+    fn fail(&self, py: Python<'_>, error: String, is_refused: bool) -> PyResult<()> {
         let mut stage = self.stage()?;
         match std::mem::replace(&mut *stage, Stage::Ended) {
             Stage::Ended => {}
-            Stage::Joined(worker) => py.detach(|| worker.fail(error)),
+            Stage::Joined(worker) => py.detach(|| worker.fail(error, is_refused)),
             Stage::Training(mut training) => {
-                py.detach(|| training.driver.fail(error, FAIL_TIMEOUT));
+                py.detach(|| training.driver.fail(error, is_refused, FAIL_TIMEOUT));
             }
         }
         Ok(())

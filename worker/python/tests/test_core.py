@@ -13,6 +13,8 @@ import io
 import os
 import pathlib
 import pickle
+import random
+import re
 import signal
 import struct
 import subprocess
@@ -294,6 +296,17 @@ for indices in (indices for _ in job.epochs() for indices in sampler):
 """
 
 
+SLOW = """
+import time, elasticdl, helper
+job = elasticdl.join()
+job.model(400)
+sampler = job.sampler(400, micro_batch=4)
+for indices in (indices for _ in job.epochs() for indices in sampler):
+    time.sleep(helper.PAUSE)
+    job.commit()
+"""
+
+
 @needs_elasticdl
 class Jobs(CountingTest):
     def test_the_python_stacks_of_workers_that_hang_are_shown(self):
@@ -350,6 +363,17 @@ class Jobs(CountingTest):
         ):
             elasticdl.launch(launched.count, 100, "no pause", max_worker_restarts=0, **sizes)
         self.assertIn("TypeError", printed.getvalue())
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(tempfile, "tempdir", folder):
+            error = "code 2: unexpected argument '--num-worker' found; tip: .*'--num-workers'"
+            with contextlib.redirect_stdout(printed), self.assertRaisesRegex(RuntimeError, error):
+                elasticdl.launch(launched.count, 100, 0.0, num_worker=2)
+            self.assertEqual(os.listdir(folder), [])
+            error = r"choose at most 100; what the workers printed is in (.*)"
+            with contextlib.redirect_stdout(printed), self.assertRaisesRegex(
+                RuntimeError, error
+            ) as raised:
+                elasticdl.launch(launched.count, 100, 0.0, global_batch_size=101)
+            self.assertTrue(os.listdir(re.search(error, str(raised.exception))[1]))
         for act, expected in (
             (lambda: elasticdl.launch(3), "takes a function, not int"),
             (lambda: elasticdl.launch(len, bytes(1 << 16), image="x"), "at most 64"),
@@ -406,18 +430,45 @@ class Jobs(CountingTest):
                     self.assertIn("program.py", text)
                     self.assertNotIn("must not be left", text)
 
-    def test_options_that_differ_from_the_job_are_refused(self):
+    def test_what_the_package_refuses_before_training_ends_the_job_with_its_first_worker(self):
+        for use, expected in (
+            ("job.sampler(10, global_batch=7)", "--global-batch-size 48; make them equal"),
+            # After the model is declared, at the first draw.
+            ("next(iter(job.sampler(100)))", "there are 2 epochs"),
+        ):
+            with self.subTest(use), tempfile.TemporaryDirectory() as folder:
+                program = pathlib.Path(folder) / "program.py"
+                program.write_text(
+                    f"import elasticdl\njob = elasticdl.join()\njob.model(10)\n{use}\n"
+                )
+                with RunningJob([program], workers=2) as job:
+                    self.assertEqual(job.wait(), 1, job.text())
+                    self.assertEqual(job.summary()["workers"]["restarts"], 0, job.text())
+                    self.assertRegex(job.summary()["error"], f"{expected}.*program.py, line 4")
+
+    def test_a_program_is_the_files_that_it_loads_and_an_error_names_those_that_differ(self):
         with tempfile.TemporaryDirectory() as folder:
-            program = pathlib.Path(folder) / "program.py"
-            program.write_text(
-                "import elasticdl\n"
-                "job = elasticdl.join()\n"
-                "job.model(10)\n"
-                "job.sampler(10, global_batch=7)\n"
-            )
-            with RunningJob([program], workers=1, options=["--max-worker-restarts", "0"]) as job:
-                self.assertEqual(job.wait(), 1, job.text())
-                self.assertIn("--global-batch-size 48; make them equal", job.text())
+            folder = pathlib.Path(folder)
+            (folder / "helper.py").write_text("PAUSE = 0.05\n")
+            (folder / "program.py").write_text(SLOW)
+            with RunningJob([folder / "program.py"], workers=2, batch=8) as job:
+                rng = random.Random(1)
+                ids = lambda s: {w["worker"] for w in s["workers"] if w.get("rank") is not None}
+                before = ids(job.wait_for("two members", lambda s: len(ids(s)) == 2))
+                (folder / "unrelated.py").write_text("a program that nobody loads")
+                self.assertTrue(job.kill_any(rng))
+                job.wait_for("the replacement", lambda s: len(ids(s)) == 2 and ids(s) != before)
+                self.assertNotIn("another build", job.text())
+                (folder / "helper.py").write_text("PAUSE = 0.06\n")
+                self.assertTrue(job.kill_any(rng))
+                job.wait_for("the refusal", lambda _: "another build" in job.text())
+                (folder / "helper.py").write_text("PAUSE = 0.05\n")
+                self.assertRegex(
+                    job.text(),
+                    "differs in its Python sources \\(helper.py: [0-9a-f]{16} in its group, "
+                    "[0-9a-f]{16} here\\);",
+                )
+                self.assertEqual(job.wait(), 0, job.text())
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ pub struct Restored {
     /// Whether this run wrote the checkpoint.
     pub same_run: bool,
     /// What differs between the program that wrote it and this one.
-    pub differences: Vec<&'static str>,
+    pub differences: Vec<String>,
 }
 
 /// Reason that no state could be loaded.

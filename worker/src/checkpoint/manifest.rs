@@ -214,9 +214,9 @@ impl Manifest {
     }
 
     /// Names what differs between the program that wrote the checkpoint and this one.
-    pub(super) fn differences(&self, fingerprint: &JobFingerprint) -> Vec<&'static str> {
+    pub(super) fn differences(&self, fingerprint: &JobFingerprint) -> Vec<String> {
         match (&self.program, &fingerprint.program) {
-            (Some(wrote), Some(reads)) => wrote.differences(reads),
+            (Some(wrote), Some(reads)) => wrote.differences(reads, ["then", "now"]),
             _ => Vec::new(),
         }
     }

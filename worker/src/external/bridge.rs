@@ -1,6 +1,7 @@
 //! What the trainer and a model whose code is in another language tell each other.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::time::Duration;
 
 #[cfg(feature = "gpu")]
@@ -17,6 +18,9 @@ pub trait Bridge {
     /// As [`take_memory`](Self::take_memory), on the GPU.
     #[cfg(feature = "gpu")]
     fn take_device_memory(&mut self) -> Option<DeviceMemory>;
+
+    /// The program's source files.
+    fn sources(&self) -> &[SourceFile];
 
     /// Number of records that the initial state has absorbed: the first ones of the order.
     fn absorbed(&self) -> u64;
@@ -41,6 +45,15 @@ pub trait Bridge {
 
     /// The group has made progress.
     fn observe(&mut self, event: Progress<'_>);
+}
+
+/// A source file of an interpreted program.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SourceFile {
+    /// Its name within the program, the same on all workers.
+    pub name: String,
+    /// Where it lies.
+    pub path: PathBuf,
 }
 
 /// Name in the tally of a step for the number that its gradient is a mean of, in the place of its

@@ -478,8 +478,16 @@ impl Driver {
         self.reply(Ok(Reply::Predictions(rows)));
     }
 
-    /// The program has failed. Waits until the master knows, for at most `timeout`.
-    pub fn fail(&mut self, error: String, timeout: Duration) {
+    /// The program has failed. Waits until the master knows, for at most `timeout`. `is_refused`:
+    /// as of [`Worker::fail`], before training begins.
+    pub fn fail(&mut self, error: String, is_refused: bool, timeout: Duration) {
+        if matches!(self.trainer, Trainer::Waiting(_)) {
+            let failed = Trainer::Ended(Ended::Failed(error.clone()));
+            if let Trainer::Waiting(parts) = std::mem::replace(&mut self.trainer, failed) {
+                parts.0.fail(error, is_refused);
+            }
+            return;
+        }
         let deadline = Instant::now() + timeout;
         while !matches!(self.trainer, Trainer::Ended(_)) {
             self.reply(Err(error.clone()));

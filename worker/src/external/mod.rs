@@ -38,7 +38,7 @@ mod worker;
 
 pub(crate) use self::bridge::WEIGHT;
 pub(crate) use self::bridge::observe;
-pub use self::bridge::{Bridge, Progress};
+pub use self::bridge::{Bridge, Progress, SourceFile};
 pub use self::driver::{Counted, Driver, Ended, Event, NextBatch, Watch};
 pub use self::memory::Memory;
 pub use self::model::{GroupProgress, Inference, Shape};

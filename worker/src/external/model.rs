@@ -10,7 +10,7 @@ use std::time::Duration;
 use elasticdl_data::{Predictions, Purpose};
 use elasticdl_tables::{BatchRows, Ids, Table};
 
-use super::bridge::{Bridge, Progress};
+use super::bridge::{Bridge, Progress, SourceFile};
 use super::lent::{Lent, LentMut};
 use super::memory::Taken;
 use super::numbers::{Numbered, Numbers, Record};
@@ -44,6 +44,8 @@ pub struct Shape {
     pub evaluation: Option<Inference>,
     /// What the program makes predictions for; `None` if it does not say how.
     pub prediction: Option<Inference>,
+    /// The program's source files, which are the same on all workers.
+    pub sources: Vec<SourceFile>,
 }
 
 impl Shape {
@@ -490,6 +492,10 @@ impl Bridge for ExternalModel {
     #[cfg(feature = "gpu")]
     fn take_device_memory(&mut self) -> Option<DeviceMemory> {
         self.memory.on_device.take()
+    }
+
+    fn sources(&self) -> &[SourceFile] {
+        &self.shape.sources
     }
 
     fn absorbed(&self) -> u64 {

@@ -74,7 +74,7 @@ fn train(in_flight: usize, fail_at: Option<u64>) -> (Vec<f32>, usize, Ended) {
                     let batch: Vec<Record> = queue.pop_front().expect("one is in flight");
                     assert!(batch.len() <= 5);
                     if batch.iter().any(|record| Some(record.number) == fail_at) {
-                        driver.fail("record refused".into(), Duration::from_secs(20));
+                        driver.fail("record refused".into(), false, Duration::from_secs(20));
                         break;
                     }
                     if let Some(Counted { records, before, is_overlapped, .. }) = driver.counted() {

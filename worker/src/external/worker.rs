@@ -120,9 +120,10 @@ impl Worker {
         Ok(Some(Self { environment, listener, control, is_alone: false }))
     }
 
-    /// Reports that the program has failed before it could train.
-    pub fn fail(self, error: String) {
-        let failure = Failure::local(error);
+    /// Reports that the program has failed before it could train. `is_refused`: as it does what no
+    /// worker accepts, so the job ends, unless a group has formed.
+    pub fn fail(self, error: String, is_refused: bool) {
+        let failure = if is_refused { Failure::fatal(error) } else { Failure::local(error) };
         self.control.outbox.send(failure.to_message());
         self.control.close();
     }

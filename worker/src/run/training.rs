@@ -70,7 +70,8 @@ impl Training<'_> {
         let specs = tables_of(&mut model).map_err(Failure::fatal)?;
         let has_tables = !specs.is_empty();
         let plan = JobPlan { has_tables, ..plan_of(options, &dataset, evaluation) };
-        let origin = program::origin(&environment.location.node, &layout, &specs, &*rule);
+        let sources = model.as_bridge().map_or_else(Vec::new, |bridge| bridge.sources().to_vec());
+        let origin = program::origin(&environment.location.node, &sources, &layout, &specs, &*rule);
         let origin = Origin { serves_tables, ..origin };
         set_stop_flag(Arc::clone(&control.stops));
         let (data, name, program) = (dataset.clone(), order.name(), origin.program.clone());

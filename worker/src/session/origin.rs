@@ -5,6 +5,7 @@
 //! the program, and a new one has nothing to learn. A joiner that fetches the state learns the
 //! group's program from its donor, and ends before it is a member.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
@@ -26,8 +27,9 @@ pub struct Origin {
 pub struct Program {
     /// Digest of the executable.
     pub executable: u64,
-    /// Digest of the sources of an interpreted program.
-    pub sources: u64,
+    /// Digests of the source files of an interpreted program, by name: those that it has loaded.
+    #[serde(default)]
+    pub files: BTreeMap<String, u64>,
     /// Version of this library.
     pub version: String,
     /// Digest of the model's tensors and tables: names, shapes, and how rows begin.
@@ -37,16 +39,35 @@ pub struct Program {
 }
 
 impl Program {
-    /// Names the parts in which the programs differ.
-    pub fn differences(&self, other: &Self) -> Vec<&'static str> {
+    /// Names the parts in which the programs differ. `words`: when or where this program and the
+    /// other one run, for the files that differ.
+    pub fn differences(&self, other: &Self, words: [&str; 2]) -> Vec<String> {
         let parts = [
-            (self.executable != other.executable, "executable"),
-            (self.sources != other.sources, "Python sources"),
-            (self.version != other.version, "version of elasticdl"),
-            (self.tensors != other.tensors, "tensors"),
-            (self.optimizer != other.optimizer, "optimizer settings"),
+            (self.executable != other.executable, "executable".to_owned()),
+            (self.files != other.files, self.differing_files(other, words)),
+            (self.version != other.version, "version of elasticdl".to_owned()),
+            (self.tensors != other.tensors, "tensors".to_owned()),
+            (self.optimizer != other.optimizer, "optimizer settings".to_owned()),
         ];
         parts.into_iter().filter(|(differs, _)| *differs).map(|(_, part)| part).collect()
+    }
+
+    fn differing_files(&self, other: &Self, [mine, others]: [&str; 2]) -> String {
+        let names: BTreeSet<&String> = self.files.keys().chain(other.files.keys()).collect();
+        let mut texts = names.into_iter().filter_map(|name| {
+            match (self.files.get(name), other.files.get(name)) {
+                (Some(a), Some(b)) if a == b => None,
+                (Some(a), Some(b)) => Some(format!("{name}: {a:016x} {mine}, {b:016x} {others}")),
+                (Some(_), None) => Some(format!("{name}: only {mine}")),
+                (None, _) => Some(format!("{name}: only {others}")),
+            }
+        });
+        let mut text = texts.by_ref().take(FILES_NAMED).collect::<Vec<_>>().join("; ");
+        match texts.count() {
+            0 => {}
+            more => text += &format!("; and {more} more"),
+        }
+        format!("Python sources ({text})")
     }
 }
 
@@ -56,7 +77,7 @@ impl Origin {
     /// # Errors
     /// It runs another one.
     pub(super) fn check(&self, group: &Program) -> Result<(), ProgramMismatch> {
-        match group.differences(&self.program) {
+        match group.differences(&self.program, ["in its group", "here"]) {
             differences if differences.is_empty() => Ok(()),
             differences => Err(ProgramMismatch { host: self.host.clone(), differences }),
         }
@@ -69,7 +90,7 @@ pub struct ProgramMismatch {
     /// Where the rank runs.
     pub host: String,
     /// The parts of the program that differ.
-    pub differences: Vec<&'static str>,
+    pub differences: Vec<String>,
 }
 
 impl fmt::Display for ProgramMismatch {
@@ -117,6 +138,9 @@ pub(super) fn without_other_programs(headers: &[SyncHeader]) -> Vec<SyncHeader> 
         .collect()
 }
 
+/// Number of files that a text names.
+const FILES_NAMED: usize = 5;
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -159,5 +183,22 @@ mod tests {
         let expected = "on node-7 runs another build than its group, and takes no part: it \
                         differs in its executable and its optimizer settings;";
         assert!(error.contains(expected), "{error}");
+    }
+
+    #[test]
+    fn the_files_that_differ_are_named_with_their_digests_and_some_of_many() {
+        let program = |files: &[(&str, u64)]| Program {
+            files: files.iter().map(|&(name, digest)| (name.into(), digest)).collect(),
+            ..Program::default()
+        };
+        let group = program(&[("same.py", 7), ("train.py", 1), ("old.py", 3)]);
+        let mine = program(&[("same.py", 7), ("train.py", 0x2f), ("new.py", 4)]);
+        let expected = "Python sources (new.py: only here; old.py: only there; train.py: \
+                        0000000000000001 there, 000000000000002f here)";
+        assert_eq!(group.differences(&mine, ["there", "here"]), [expected]);
+        let names: Vec<String> = (0..8).map(|i| format!("{i}.py")).collect();
+        let many: Vec<(&str, u64)> = names.iter().map(|name| (&**name, 1)).collect();
+        let differences = program(&[]).differences(&program(&many), ["there", "here"]);
+        assert!(differences[0].ends_with("4.py: only here; and 3 more)"), "{differences:?}");
     }
 }

@@ -34,8 +34,9 @@ pub(crate) struct ResilienceOptions {
     ///
     /// Without this option a worker is excluded if its executable, its Python sources, its version
     /// of elasticdl, its tensors or its optimizer settings differ from those of the group, for
-    /// example because an image tag has moved. This counts as a failure of the worker. Use this
-    /// option if machines of different architectures need different executables.
+    /// example because an image tag has moved. This counts as a failure of the worker. Python
+    /// sources are the main file and the modules in its folder that the program has imported. Use
+    /// this option if machines of different architectures need different executables.
     #[arg(long)]
     pub(crate) allow_mixed_builds: bool,
 

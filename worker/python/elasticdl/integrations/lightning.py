@@ -25,6 +25,8 @@ class Trainer(pl.Trainer):
         """``job``: what ``elasticdl.torch.join()`` has returned. Default: joins. ``seed``: of the
         order of records, without a master. ``options``: of the base class.
         """
+        # First, as what is refused then ends the job.
+        self.job = join() if job is None else job
         take = options.pop
         refuse(
             (take("strategy", "auto") != "auto", "a strategy", ELASTICDL_TRAIN),
@@ -34,7 +36,6 @@ class Trainer(pl.Trainer):
             (options.get("gradient_clip_algorithm") == "value", "clipping by value", "by norm"),
             *((options.get(name), name, _LESS) for name in _LESS_DATA),
         )
-        self.job = join() if job is None else job
         if self.job._worker.core is not None:
             # The job shows its progress.
             options.setdefault("enable_progress_bar", False)
