@@ -109,11 +109,11 @@ impl Processes {
 
     /// Starts `launch` in the slot `index` of the job. Never fails here: a process that can't be
     /// started ends at once with [`Exit::NotStarted`].
-    pub(crate) fn start(&mut self, launch: LaunchId, index: u32) {
+    pub(crate) fn start(&mut self, launch: LaunchId, index: u32, avoid: &[String]) {
         let (killed, known) = self.track(launch);
         let (launcher, flags) = (Arc::clone(&self.launcher), Arc::clone(&self.flags));
         let notices = self.notices.0.clone();
-        let place = self.places.as_mut().map(|places| places.take(launch, Instant::now()));
+        let place = self.places.as_mut().map(|places| places.take(launch, avoid, Instant::now()));
         self.tasks.spawn(async move {
             // Yields to queued messages to workers first, because a fork takes milliseconds.
             tokio::task::yield_now().await;

@@ -36,17 +36,15 @@ impl WorkerBackend {
     }
 
     /// Starts `launch` in the slot `index` of the job. Never fails here: a launch that can't be
-    /// started ends at once with [`Exit::NotStarted`]. `avoid`: the node of a failure, to which
-    /// other nodes are preferred.
-    pub(crate) fn start(&mut self, launch: LaunchId, index: u32, avoid: Option<String>) {
+    /// started ends at once with [`Exit::NotStarted`]. `avoid`: nodes to which others are
+    /// preferred.
+    pub(crate) fn start(&mut self, launch: LaunchId, index: u32, avoid: Vec<String>) {
         match self {
             Self::Pods(pods) => {
-                if let Some(node) = avoid {
-                    pods.avoid(node);
-                }
+                avoid.into_iter().for_each(|node| pods.avoid(node));
                 pods.start(launch, index);
             }
-            Self::Processes(processes) => processes.start(launch, index),
+            Self::Processes(processes) => processes.start(launch, index, &avoid),
         }
     }
 

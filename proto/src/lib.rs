@@ -51,7 +51,8 @@ pub use row_touches::{RowTouches, RowTouchesSummary, RowsLoss, TablesStatus};
 pub use sources::{join_sources, shown_sources, split_sources};
 pub use split::{DataPart, Split};
 pub use status::{
-    DisconnectedStatus, LaunchStatus, PriorityTierStatus, ShardCounts, Status, WorkerStatus,
+    AvoidedHost, DisconnectedStatus, LaunchStatus, PriorityTierStatus, ShardCounts, Status,
+    WorkerStatus,
 };
 pub use summary::{
     AuditSummary, BestEvaluation, Cause, CheckpointsSummary, EvaluationsSummary, FailedShard,

@@ -78,6 +78,10 @@ pub struct Status {
     /// Launches whose worker has not connected yet, by id.
     #[serde(default)]
     pub workers_pending: Vec<LaunchStatus>,
+    /// Hosts on which no worker is started where another one has capacity, that with the newest
+    /// fault last.
+    #[serde(default)]
+    pub hosts_avoided: Vec<AvoidedHost>,
     /// Distribution of the launches over priority classes, beginning with the class of the first
     /// `min_workers` workers; empty without priority classes.
     #[serde(default)]
@@ -146,6 +150,7 @@ impl Status {
                 3 => self.events.drain(..self.events.len() / 2).for_each(drop),
                 // The number of workers remains in `workers_desired` and in the metrics.
                 _ => {
+                    self.hosts_avoided.truncate(self.hosts_avoided.len() / 2);
                     self.workers_pending.truncate(self.workers_pending.len() / 2);
                     self.workers_disconnected.truncate(self.workers_disconnected.len() / 2);
                     self.workers.truncate(self.workers.len() / 2);
@@ -167,6 +172,17 @@ impl Status {
     pub fn to_json_line(&self) -> String {
         serde_json::to_string(self).expect("a status's keys are strings") + "\n"
     }
+}
+
+/// A host on which no worker is started where another one has capacity.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AvoidedHost {
+    /// Name of the host, in a cluster that of the node.
+    pub host: String,
+    /// The faults of workers there, or the option.
+    pub why: String,
+    /// Seconds until it is not avoided any more; `None`: it always is.
+    pub for_s: Option<f64>,
 }
 
 /// The shards of an inference job, by state.
@@ -340,6 +356,11 @@ pub(crate) mod tests {
                 disconnected_s: 2.5,
             }],
             workers_pending: vec![launch],
+            hosts_avoided: vec![AvoidedHost {
+                host: "node-3".into(),
+                why: "3 faults".into(),
+                for_s: Some(600.5),
+            }],
             priority_tiers: vec![PriorityTierStatus {
                 class: "elasticdl-core".into(),
                 launches: 2,
@@ -426,6 +447,7 @@ pub(crate) mod tests {
         expected["evaluated_best"] =
             json!({"step": 8, "metric": "accuracy", "value": 0.875, "export": "/b"});
         expected["stop_reason"] = json!("the deadline has passed");
+        expected["hosts_avoided"] = json!([{"host": "node-3", "why": "3 faults", "for_s": 600.5}]);
         expected["autoscale"] = json!("2 workers make 20000 records/s; trying 3");
         expected["learning_rate"] = json!(0.125);
         expected["eta_s"] = json!(64.0);

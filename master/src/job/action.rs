@@ -37,8 +37,9 @@ pub enum Action {
         /// The lowest free slot. Low slots matter most: those below `min_workers` are the core
         /// workers.
         slot: u32,
-        /// The node on which a worker has failed a short while ago: another one is better.
-        avoid: Option<String>,
+        /// Nodes on which a worker has failed a short while ago, or workers had several faults, and
+        /// those that the user avoids: others are better.
+        avoid: Vec<String>,
     },
     /// Refuse a stream that belongs to no worker.
     Refuse {

@@ -34,6 +34,9 @@ pub struct JobSpec {
     /// Workers beyond `num_workers` that follow the group's state, and take the place of members
     /// that are lost.
     pub spares: u32,
+    /// Nodes on which no worker is started where another one has capacity.
+    #[serde(default)]
+    pub avoid_hosts: Vec<String>,
     /// Workers that start and leave together; numbers of workers are multiples of it.
     pub workers_per_pod: u32,
     /// Records of a shard of an inference job; `None` chooses from the size of the data set.
@@ -73,6 +76,7 @@ impl JobSpec {
             max_workers: num_workers,
             autoscale: false,
             spares: 0,
+            avoid_hosts: Vec::new(),
             workers_per_pod: 1,
             records_per_shard: None,
             max_worker_restarts: 0,

@@ -112,7 +112,8 @@ pub(super) struct Place {
 /// Which worker runs where. Workers that a former master has started are not known here.
 #[derive(Debug)]
 pub(super) struct Places {
-    slots: Vec<u32>,
+    /// The hosts' names and slots.
+    hosts: Vec<Host>,
     taken: BTreeMap<LaunchId, Place>,
     /// When the last start on a host has failed, unless another has succeeded since.
     failed: Vec<Option<Instant>>,
@@ -120,20 +121,22 @@ pub(super) struct Places {
 
 impl Places {
     pub(super) fn new(hosts: &Hosts) -> Self {
-        let slots: Vec<u32> = hosts.hosts.iter().map(|host| host.slots).collect();
-        Self { failed: vec![None; slots.len()], taken: BTreeMap::new(), slots }
+        let hosts = hosts.hosts.clone();
+        Self { failed: vec![None; hosts.len()], taken: BTreeMap::new(), hosts }
     }
 
     /// Takes a place for a launch: on the host that is filled least, and not on one where a start
-    /// has just failed, unless that is so everywhere.
-    pub(super) fn take(&mut self, launch: LaunchId, now: Instant) -> Place {
+    /// has just failed, unless that is so everywhere, nor on one of `avoid` while others have free
+    /// slots.
+    pub(super) fn take(&mut self, launch: LaunchId, avoid: &[String], now: Instant) -> Place {
         let workers = |host| self.taken.values().filter(move |place| place.host == host).count();
         let rank = |&host: &usize| {
             let is_failing = self.failed[host].is_some_and(|at| now < at + FAILING);
-            let filled = (workers(host) as u64 + 1) * PRECISION / u64::from(self.slots[host]);
-            (is_failing, filled, host)
+            let Host { name, slots } = &self.hosts[host];
+            let filled = (workers(host) as u64 + 1) * PRECISION / u64::from(*slots);
+            (is_failing, filled > PRECISION, avoid.contains(name), filled, host)
         };
-        let host = (0..self.slots.len()).min_by_key(rank).expect("there is a host");
+        let host = (0..self.hosts.len()).min_by_key(rank).expect("there is a host");
         let is_free =
             |slot: &u32| !self.taken.values().any(|place| *place == Place { host, slot: *slot });
         let slot = (0..).find(is_free).expect("there are more numbers than workers");
@@ -191,19 +194,27 @@ mod tests {
         assert_eq!(slots_of(&hosts.hosts), 7);
         assert_eq!(hosts.words(1), ["ssh", "-p22", "me@b", "/bin/elasticdl", "host-process"]);
         let (mut places, now) = (Places::new(&hosts), Instant::now());
-        let mut take = |launch| places.take(LaunchId(launch), now).host;
+        let mut take = |launch| places.take(LaunchId(launch), &[], now).host;
         let mut filled = [0; 3];
         (1..=7).for_each(|launch| filled[take(launch)] += 1);
         assert_eq!(filled, [2, 4, 1]);
         // The place of the one that ends is taken, with its slot.
         let first = places.taken[&LaunchId(1)];
         places.give_back(LaunchId(1), true, now);
-        assert_eq!(places.take(LaunchId(8), now), first);
+        assert_eq!(places.take(LaunchId(8), &[], now), first);
         // A host where a start has failed is avoided for a while, and if no other is left.
         let failing = places.taken[&LaunchId(8)].host;
         places.give_back(LaunchId(8), false, now);
-        assert_ne!(places.take(LaunchId(9), now).host, failing);
+        assert_ne!(places.take(LaunchId(9), &[], now).host, failing);
         places.give_back(LaunchId(9), false, now + FAILING);
-        assert_eq!(places.take(LaunchId(10), now + FAILING).host, failing);
+        assert_eq!(places.take(LaunchId(10), &[], now + FAILING).host, failing);
+        // So is one of these, while others have free slots.
+        (1..=10).for_each(|launch| places.give_back(LaunchId(launch), true, now));
+        let avoid = ["a".to_owned()];
+        let mut is_there = |launch| places.take(LaunchId(launch), &avoid, now).host == 0;
+        assert_eq!(
+            [11, 12, 13, 14, 15, 16].map(&mut is_there),
+            [false, false, false, false, false, true]
+        );
     }
 }

@@ -36,7 +36,7 @@ impl Shell {
 
     fn start_program(&self, program: &Path, args: &[&str]) -> Processes {
         let mut processes = Processes::new(self.launcher(program, args));
-        processes.start(LAUNCH, 3);
+        processes.start(LAUNCH, 3, &[]);
         processes
     }
 
@@ -142,7 +142,7 @@ async fn a_program_that_never_sends_a_hello_is_reported_soon_and_started_again()
     );
     processes.kill(LAUNCH);
     assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Signal(9)));
-    processes.start(LaunchId(5), 3);
+    processes.start(LaunchId(5), 3, &[]);
     let (LaunchId(5), BackendEvent::Noted(_)) = processes.next().await else { panic!() };
     processes.kill(LaunchId(5));
     assert_eq!(next_ended(&mut processes).await, (LaunchId(5), Exit::Signal(9)));
@@ -151,7 +151,7 @@ async fn a_program_that_never_sends_a_hello_is_reported_soon_and_started_again()
     processes.on_hello(LAUNCH);
     processes.kill(LAUNCH);
     next_ended(&mut processes).await;
-    processes.start(LAUNCH, 3);
+    processes.start(LAUNCH, 3, &[]);
     processes.kill(LAUNCH);
     assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Signal(9)));
 }
@@ -176,12 +176,12 @@ async fn a_rebuilt_program_is_started_from_its_copy() {
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
     let mut processes = Processes::new(launcher);
     for _ in 0..2 {
-        processes.start(LAUNCH, 3);
+        processes.start(LAUNCH, 3, &[]);
         assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Code(0)));
         // Its `argv[0]` is still the original path.
         assert_eq!(shell.log(), format!("{}\0/proc/self/cmdline\0", program.display()));
     }
-    processes.start(LAUNCH, 3);
+    processes.start(LAUNCH, 3, &[]);
     let reported = processes.flags.change_reported.load(Ordering::Relaxed);
     assert!(reported, "the change was not reported");
 }
@@ -334,7 +334,7 @@ async fn no_worker_is_started_in_the_directory_of_another_job() {
     fs::write(&token, "0".repeat(64)).unwrap();
     let mut processes = Processes::new(shell.launcher(Path::new("/bin/sh"), &["-c", "exit 0"]));
     fs::write(token, "1".repeat(64)).unwrap();
-    processes.start(LAUNCH, 3);
+    processes.start(LAUNCH, 3, &[]);
     let (launch, exit) = next_ended(&mut processes).await;
     assert!(matches!(&exit, Exit::NotStarted(why) if why.contains("another job")), "{exit:?}");
     assert_eq!((launch, jobdir::worker_log(shell.folder.path(), LAUNCH).exists()), (LAUNCH, false));

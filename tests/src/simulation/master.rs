@@ -348,7 +348,7 @@ impl World {
         }
     }
 
-    fn launch(&mut self, launch: LaunchId, index: u32, avoid: Option<String>) {
+    fn launch(&mut self, launch: LaunchId, index: u32, avoid: Vec<String>) {
         if self.master.is_replaced {
             return;
         }
@@ -359,7 +359,7 @@ impl World {
             let pod = p / self.setting.spec.workers_per_pod as usize;
             let host = [pod % HOSTS, (pod + 1) % HOSTS]
                 .into_iter()
-                .find(|host| avoid.as_deref() != Some(&host.to_string()));
+                .find(|host| !avoid.contains(&host.to_string()));
             self.processes.push(Process::new(launch, index + i));
             self.processes[p].host = host.unwrap_or_default();
             if self.setting.bad_host.is_some() {

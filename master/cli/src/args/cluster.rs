@@ -102,6 +102,16 @@ pub(crate) struct ClusterOptions {
           value_parser = options::parse_env_from_secret)]
     pub(crate) env_from_secret: Vec<SecretEnv>,
 
+    /// Nodes on which no worker is started where another one has capacity, separated by commas.
+    ///
+    /// A node on which workers had three faults within six hours is avoided, too: they were killed
+    /// by the system, did not respond, did not join although others had, computed wrong results
+    /// (--audit), or their node was lost or could not start them. `elasticdl status` lists the
+    /// nodes that are avoided. To exclude nodes, use a nodeAffinity in --worker-pod-template.
+    #[arg(long, value_name = "NODES", value_parser = options::parse_object_name,
+          value_delimiter = ',')]
+    pub(crate) avoid_hosts: Vec<String>,
+
     /// Secret for pulling the images; can be repeated.
     #[arg(long, value_name = "NAME", value_parser = options::parse_object_name)]
     pub(crate) image_pull_secret: Vec<String>,

@@ -78,6 +78,8 @@ JSON (keys are stable; null for values that do not apply or are not yet known):
                         since the last message or the end of the stream
   workers_pending[]     {launch, slot, state, reason} of workers that are not connected yet; state:
                         requested, queued, unschedulable, starting
+  hosts_avoided[]       {host, why, for_s} of hosts on which no worker is started where another one
+                        has capacity; for_s: seconds until it is used again, or null
   priority_tiers[]      {class, launches, workers}: workers started and connected per priority class
   allreduce_transport   transport of the gradient all-reduce, as text
   tables                {rows, touches, shards_at_risk} of the model's embedding tables: rows that

@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 
 use elasticdl_master::job::{format_metrics, format_value};
 use elasticdl_proto::{
-    CheckpointsSummary, DisconnectedStatus, Evaluated, ShardCounts, Status, TablesStatus,
-    WorkerStatus,
+    AvoidedHost, CheckpointsSummary, DisconnectedStatus, Evaluated, ShardCounts, Status,
+    TablesStatus, WorkerStatus,
 };
 use indicatif::HumanBytes;
 
@@ -83,6 +83,11 @@ pub(crate) fn to_table(status: &Status) -> String {
         let what =
             format!("worker {} {}{}", launch.launch.0, launch.state, reason.unwrap_or_default());
         row(if index == 0 { "pending" } else { "" }, &what);
+    }
+    for (index, AvoidedHost { host, why, for_s }) in status.hosts_avoided.iter().enumerate() {
+        let time = for_s.map(|left| format!(" (for {})", format_duration(left)));
+        let what = format!("{host}{}: {}", time.unwrap_or_default(), one_line(why));
+        row(if index == 0 { "avoided" } else { "" }, &what);
     }
     if let Some(found) = &status.autoscale {
         row("autoscale", &one_line(found));
@@ -278,6 +283,11 @@ pub(crate) mod tests {
                 state: "unschedulable".into(),
                 reason: Some("0/1 nodes are available".into()),
             }],
+            hosts_avoided: vec![AvoidedHost {
+                host: "node-3".into(),
+                why: "3 faults, the last one: worker 5 was lost".into(),
+                for_s: Some(9000.0),
+            }],
             priority_tiers: vec![tier("elasticdl-core", 2, 2), tier("elasticdl-tier-1", 1, 0)],
             allreduce_transport: Some("TCP".into()),
             evaluated: Some(Evaluated {
@@ -316,6 +326,7 @@ workers      2 desired
                   2      72     -  training           -      1.5      -  -
 disconnected worker 9 (rank 1) for 12.3 s
 pending      worker 3 unschedulable: 0/1 nodes are available
+avoided      node-3 (for 2 h 30 min): 3 faults, the last one: worker 5 was lost
 autoscale    2 workers make 20000 records/s; trying 3
 tiers        elasticdl-core 2/2, elasticdl-tier-1 0/1
 evaluated    step 9: accuracy 0.7500, loss 0.5000

@@ -15,6 +15,7 @@ use crate::job::lifecycle::removal::FAILED_GRACE;
 use crate::job::text::clip;
 use crate::job::time::Time;
 use crate::job::workers::state::{Stage, Worker};
+use crate::job::workers::table::launch_of;
 
 impl Job {
     pub(crate) fn on_diverged(
@@ -30,6 +31,8 @@ impl Job {
         self.count_exit(worker);
         if has_majority {
             self.avoid_node_of(now, worker);
+            let what = "had another state or result than all others";
+            self.note_fault_of_node(now, launch_of(worker), what);
         }
         // A failed worker ends by itself.
         self.forget_with_pod(now, worker, FAILED_GRACE);

@@ -143,7 +143,7 @@ impl Job {
             }
             self.forget_disconnected(launch);
             self.release_rest_of_pod(now, launch);
-            self.kill_unresponsive(launch);
+            self.kill_unresponsive(now, launch);
         }
         self.reconcile(now);
     }

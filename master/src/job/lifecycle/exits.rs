@@ -91,6 +91,7 @@ impl Job {
         };
         self.reporting.count_end(reason);
         let end = describe(exit);
+        let node = ended.first().map(|l| l.location().node.clone()).unwrap_or_default();
         if let Some(rule) = self.rule_for_end(ended, exit, is_excused) {
             let is_unresponsive = ended.iter().any(Launch::is_unresponsive);
             let slots = self.spec.server_slots();
@@ -102,9 +103,7 @@ impl Job {
         } else if is_excused || is_counted {
             self.log_event(format!("{name} ended ({end})"));
         } else if is_own_fault {
-            if let Some(node) = ended.first().map(|l| &l.location().node) {
-                self.lifecycle.avoid_node(now, node);
-            }
+            self.lifecycle.avoid_node(now, &node);
             let never_joined = !ended.iter().any(Launch::has_registered);
             if !never_joined {
                 self.lifecycle.exited_at = Some(self.data.step());
@@ -124,8 +123,12 @@ impl Job {
             let why = ended.iter().find_map(Launch::explanation);
             let why = why.map(|why| format!(" ({why})")).unwrap_or_default();
             let slot = ended.first().map_or(0, Launch::slot);
+            self.note_fault_of(now, &node, &format!("{name} {end}{why}"));
             self.count_kill(now, (slot, launch), &format!("{name} {end}{why}"));
         } else {
+            if is_fault_of_node(exit) && !ended.iter().any(Launch::is_killed) {
+                self.note_fault_of(now, &node, &format!("{name} {end}"));
+            }
             self.log_event(format!("{name} {end} (not counted as a failure)"));
         }
         (reason, reason == End::Killed && ended.iter().any(Launch::is_killed))
@@ -336,6 +339,9 @@ impl Job {
             self.spec.start_timeout.as_secs()
         );
         self.avoid_node_of(now, worker_of(launch));
+        if self.has_worked() {
+            self.note_fault_of_node(now, launch, "did not join");
+        }
         self.count_failure(now, self.place_of(launch), &what, &[]);
         self.reconcile(now);
     }
@@ -410,6 +416,12 @@ impl Job {
         let others = self.workers.launches().filter(is_other).count();
         failed.are_local() && others >= self.spec.min_workers as usize
     }
+}
+
+/// Whether a node is lost, or could not start a worker that others can.
+fn is_fault_of_node(exit: &Exit) -> bool {
+    use ReclaimCause::{NodeLost, NotStarted};
+    matches!(exit, Exit::Reclaimed { cause: NodeLost | NotStarted, .. })
 }
 
 /// Whether a container runtime says that the image does not have the program.

@@ -8,11 +8,13 @@
 
 use std::collections::BTreeSet;
 
-use elasticdl_proto::WorkerId;
+use elasticdl_proto::{AvoidedHost, WorkerId};
 
+use super::bad_hosts::FORGOTTEN_AFTER;
+use crate::job::event::LaunchId;
 use crate::job::job::Job;
 use crate::job::time::Time;
-use crate::job::workers::table::launch_of;
+use crate::job::workers::table::{launch_of, worker_of};
 
 /// The last fatal failures, the newest last.
 #[derive(Debug, Default)]
@@ -63,6 +65,48 @@ impl Job {
         self.lifecycle.avoid_node(now, &node);
     }
 
+    /// Notes a fault of a worker on its node that is not the program's: what the worker did.
+    pub(crate) fn note_fault_of_node(&mut self, now: Time, launch: LaunchId, did: &str) {
+        let node = self.node_of(worker_of(launch)).to_owned();
+        self.note_fault_of(now, &node, &format!("worker {} {did}", launch.0));
+    }
+
+    /// Notes a fault on a node, whose name may not be known, that is not the program's.
+    pub(crate) fn note_fault_of(&mut self, now: Time, node: &str, what: &str) {
+        self.out.mark_dirty();
+        if self.lifecycle.bad_hosts.note(now, node, what)
+            && let Some(AvoidedHost { host, why, .. }) =
+                self.lifecycle.bad_hosts.avoided(now).last()
+        {
+            self.log_event(format!(
+                "new workers avoid the host {host}, for up to {} h: {why}",
+                FORGOTTEN_AFTER.as_secs() / 3600
+            ));
+        }
+    }
+
+    /// The nodes to which others are preferred.
+    pub(crate) fn nodes_to_avoid(&self, now: Time) -> Vec<String> {
+        let mut nodes: Vec<String> = self.hosts_avoided(now).into_iter().map(|a| a.host).collect();
+        let recent =
+            self.lifecycle.avoided_node(now).filter(|node| !nodes.iter().any(|n| n == node));
+        nodes.extend(recent.map(str::to_owned));
+        nodes
+    }
+
+    /// The hosts that are avoided for longer: those that the user names, and those that have had
+    /// several faults.
+    pub(crate) fn hosts_avoided(&self, now: Time) -> Vec<AvoidedHost> {
+        let named = self.spec.avoid_hosts.iter();
+        let named = named.map(|host| AvoidedHost {
+            host: host.clone(),
+            why: "--avoid-hosts".into(),
+            for_s: None,
+        });
+        let bad = self.lifecycle.bad_hosts.avoided(now);
+        named.chain(bad.filter(|bad| !self.spec.avoid_hosts.contains(&bad.host))).collect()
+    }
+
     /// The node of a worker; empty if it is not known.
     fn node_of(&self, worker: WorkerId) -> &str {
         self.workers.get_launch(launch_of(worker)).map_or("", |l| &l.location().node)
@@ -70,7 +114,7 @@ impl Job {
 
     /// Whether a group has formed, or a shard of an inference job is done: the program, its options
     /// and its data have worked once.
-    fn has_worked(&self) -> bool {
+    pub(super) fn has_worked(&self) -> bool {
         match self.spec.options.work.trains() {
             true => self.reporting.has_formed(),
             false => self.data.counted() > 0,

@@ -65,7 +65,7 @@ impl Job {
             self.await_hello(now, launch);
             self.reporting.lifetimes.launch(now, worker_of(launch));
         }
-        let avoid = self.lifecycle.avoided_node(now).map(str::to_owned);
+        let avoid = self.nodes_to_avoid(now);
         self.out.push(Action::Launch { launch, slot, avoid });
         self.out.mark_dirty();
         self.reserve_id_block();

@@ -2,6 +2,7 @@
 //! persisted job.
 
 mod autoscale;
+pub(crate) mod bad_hosts;
 pub(crate) mod disconnected;
 mod exits;
 mod failed_slots;

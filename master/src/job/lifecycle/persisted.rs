@@ -25,6 +25,7 @@ use elasticdl_proto::{FileList, Generation, MembershipChange, OrderName, WorkerI
 use serde::{Deserialize, Serialize};
 
 use super::autoscale::Autoscale;
+use super::bad_hosts::BadHosts;
 use super::state::ID_BLOCK;
 use crate::job::action::{Membership, Outcome};
 use crate::job::data::ledger_cache::LedgerCache;
@@ -60,6 +61,9 @@ pub struct PersistedJob {
     pub(crate) failures: u32,
     pub(crate) failures_since_progress: u32,
     pub(crate) kills_since_progress: u32,
+    /// Faults of hosts.
+    #[serde(default)]
+    pub(crate) bad_hosts: BadHosts,
     /// The job's highest progress at its last failure or kill.
     pub(crate) progress_at_failure: u64,
     pub(crate) launches_made: u64,
@@ -334,6 +338,7 @@ impl Job {
             failures: budget.counted,
             failures_since_progress: budget.since_progress,
             kills_since_progress: budget.kills_since_progress,
+            bad_hosts: lifecycle.bad_hosts.clone(),
             progress_at_failure: budget.progress,
             launches_made: workers.launches_made(),
             launches_reserved: lifecycle.reserved.launches,

@@ -146,7 +146,7 @@ impl Job {
             self.group.note_hung();
         }
         self.group.clear_suspicion();
-        self.kill_unresponsive(launch_of(worker));
+        self.kill_unresponsive(now, launch_of(worker));
     }
 
     /// Evicts a worker that sent an invalid message. This is a failure.
@@ -250,9 +250,10 @@ impl Job {
     }
 
     /// Kills a pod of which a worker does not respond.
-    pub(crate) fn kill_unresponsive(&mut self, launch: LaunchId) {
+    pub(crate) fn kill_unresponsive(&mut self, now: Time, launch: LaunchId) {
         if let Some(l) = self.workers.get_launch_mut(launch).filter(|l| !l.is_killed()) {
             l.note_unresponsive();
+            self.note_fault_of_node(now, launch, "did not respond");
         }
         self.kill(launch);
     }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use elasticdl_proto::{Generation, WorkerId};
 
 use super::autoscale::Autoscale;
+use super::bad_hosts::BadHosts;
 use super::failed_slots::FailedSlots;
 use super::fatal_reports::FatalReports;
 use super::restart::{Budget, Restarts};
@@ -29,6 +30,7 @@ pub(crate) struct Lifecycle {
     pub(super) failed_slots: FailedSlots,
     /// The node of the last failure, and until when it is avoided.
     avoided: Option<(String, Time)>,
+    pub(super) bad_hosts: BadHosts,
     /// The longest evaluation of the group so far.
     pub(crate) longest_evaluation: Duration,
     /// When a group last began without a state, if this master knows it.
@@ -102,6 +104,7 @@ impl Lifecycle {
             fatal_reports: FatalReports::default(),
             failed_slots: FailedSlots::default(),
             avoided: None,
+            bad_hosts: BadHosts::default(),
             longest_evaluation: Duration::ZERO,
             began: None,
             takeover: None,

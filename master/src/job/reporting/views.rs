@@ -88,6 +88,7 @@ impl Job {
             workers,
             workers_disconnected: self.workers_disconnected(now),
             workers_pending: self.workers_pending(),
+            hosts_avoided: self.hosts_avoided(now),
             priority_tiers: self.priority_tiers(),
             allreduce_transport: self.reporting.allreduce_transport.clone(),
             steps_skipped: self.reporting.totals.steps_skipped,

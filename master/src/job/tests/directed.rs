@@ -153,7 +153,7 @@ pub(super) fn launch(i: u64) -> Action {
 }
 
 pub(super) fn launch_at(i: u64, slot: u32) -> Action {
-    Action::Launch { launch: LaunchId(i), slot, avoid: None }
+    Action::Launch { launch: LaunchId(i), slot, avoid: Vec::new() }
 }
 
 #[test]

@@ -96,17 +96,17 @@ fn replacements_avoid_the_node_of_a_failure_for_a_while() {
     let mut job = started(spec(), &[20]);
     locate(&mut job, 3, "b");
     ended(&mut job, 3, Exit::Code(1));
-    let launches = |job: &mut Job| -> Vec<(u64, Option<String>)> {
+    let launches = |job: &mut Job| -> Vec<(u64, Vec<String>)> {
         let launched = actions(job).into_iter().filter_map(|action| match action {
             Action::Launch { launch, avoid, .. } => Some((launch.0, avoid)),
             _ => None,
         });
         launched.collect()
     };
-    assert_eq!(launches(&mut job), [(4, Some("b".into()))]);
+    assert_eq!(launches(&mut job), [(4, vec!["b".into()])]);
     let later = at(300_000);
     job.handle(later, Event::ProcessEnded { launch: LaunchId(4), exit: Exit::Signal(9) });
-    assert_eq!(launches(&mut job), [(5, None)]);
+    assert_eq!(launches(&mut job), [(5, vec![])]);
 }
 
 #[test]
@@ -451,4 +451,74 @@ fn a_job_that_has_a_checkpoint_does_not_begin_again() {
     deliver(&mut job, 2, WorkerMessage::Ready { parameters: 10 });
     deliver(&mut job, 2, formed(2, 0, &[]));
     assert!(error(&job).is_some(), "its checkpoint has gone");
+}
+
+/// The nodes that the next launch avoids.
+fn avoided(job: &mut Job) -> Vec<String> {
+    let launched = actions(job).into_iter().find_map(|action| match action {
+        Action::Launch { avoid, .. } => Some(avoid),
+        _ => None,
+    });
+    launched.unwrap()
+}
+
+#[test]
+fn a_node_with_three_faults_is_avoided_for_hours_also_by_the_next_master() {
+    let mut job = started(spec(), &[20]);
+    let minutes = |minutes: u64| at(60_000 * minutes);
+    for (launch, minute) in [(3, 0), (4, 30), (5, 60)] {
+        locate(&mut job, launch, "b");
+        let exit = Exit::Signal(9);
+        job.handle(minutes(minute), Event::ProcessEnded { launch: LaunchId(launch), exit });
+        job.handle_timeout(at(60_000 * minute + 1000));
+        let expected = if launch == 5 { vec!["b"] } else { vec![] };
+        assert_eq!(avoided(&mut job), expected, "{launch}");
+    }
+    let event = "new workers avoid the host b, for up to 6 h: 3 faults, the last one: worker 5 \
+                 killed by SIGKILL";
+    assert!(job.status(minutes(60)).events.contains(&event.to_owned()));
+    let listed = job.status(minutes(60)).hosts_avoided;
+    assert_eq!((&*listed[0].host, listed[0].for_s), ("b", Some(5.0 * 3600.0)));
+    let next = Job::restore(job.to_persisted(), minutes(61)).unwrap();
+    assert_eq!(next.status(minutes(60)).hosts_avoided, listed);
+    assert_eq!(next.status(minutes(360)).hosts_avoided, []);
+}
+
+#[test]
+fn faults_of_a_program_are_none_of_its_node() {
+    let mut job = started(JobSpec { max_worker_restarts: 9, ..spec() }, &[20]);
+    for launch in 3..9 {
+        locate(&mut job, launch, "b");
+        let exit = match launch {
+            3 | 4 => Exit::Code(1),
+            5 | 6 => Exit::reclaimed(ReclaimCause::Preempted, "preempted"),
+            _ => Exit::Signal(11),
+        };
+        ended(&mut job, launch, exit);
+        job.handle_timeout(at(600_000));
+    }
+    assert_eq!(job.status(at(0)).hosts_avoided, []);
+}
+
+#[test]
+fn unresponsive_wrong_and_lost_workers_are_faults_of_their_node() {
+    let mut job = started(spec(), &[20]);
+    (1..=3).for_each(|launch| locate(&mut job, launch, "b"));
+    let error = "it differs".to_owned();
+    deliver(&mut job, 2, WorkerMessage::Diverged { error, has_majority: true, by_audit: true });
+    ended(&mut job, 3, Exit::reclaimed(ReclaimCause::NodeLost, "lost"));
+    assert_eq!(job.status(at(0)).hosts_avoided, []);
+    job.evict(at(1), WorkerId(1), "does not answer");
+    let why = &job.status(at(1)).hosts_avoided[0].why;
+    assert_eq!(why, "3 faults, the last one: worker 1 did not respond");
+}
+
+#[test]
+fn the_nodes_that_the_user_names_are_always_avoided() {
+    let mut job = started(JobSpec { avoid_hosts: vec!["c".into()], ..spec() }, &[20]);
+    locate(&mut job, 3, "b");
+    ended(&mut job, 3, Exit::Code(1));
+    assert_eq!(avoided(&mut job), ["c", "b"]);
+    let listed = job.status(at(u64::MAX / 2)).hosts_avoided;
+    assert_eq!((listed.len(), &*listed[0].why, listed[0].for_s), (1, "--avoid-hosts", None));
 }

@@ -342,6 +342,7 @@ mod tests {
             max_workers: 8,
             autoscale: false,
             spares: 0,
+            avoid_hosts: Vec::new(),
             workers_per_pod: 1,
             records_per_shard: None,
             max_worker_restarts: 3,

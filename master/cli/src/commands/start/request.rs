@@ -144,6 +144,7 @@ impl StartRequest {
         Ok(JobSpec {
             min_workers: counts.min,
             max_workers: counts.max,
+            avoid_hosts: self.cluster.avoid_hosts.clone(),
             workers_per_pod: counts.per_pod,
             max_worker_restarts: self.workers.max_worker_restarts,
             step_timeout: self.workers.step_timeout,

@@ -412,6 +412,17 @@ fn pods_prefer_other_nodes_than_that_of_a_failure_for_a_while() {
     let mut tracker = tracker_with(None);
     let at = Duration::from_secs;
     tracker.handle(at(0), PodEvent::Avoid("node-1".into()));
-    assert_ne!(started_at(&mut tracker, at(1), ONE), Value::Null);
+    tracker.handle(at(1), PodEvent::Avoid("node-2".into()));
+    let expected = json!({"nodeAffinity": {
+        "preferredDuringSchedulingIgnoredDuringExecution": [{
+            "weight": 100,
+            "preference": {"matchExpressions": [{
+                "key": "kubernetes.io/hostname",
+                "operator": "NotIn",
+                "values": ["node-1", "node-2"],
+            }]},
+        }],
+    }});
+    assert_eq!(started_at(&mut tracker, at(1), ONE), expected);
     assert_eq!(started_at(&mut tracker, at(61), LaunchId(2)), Value::Null);
 }

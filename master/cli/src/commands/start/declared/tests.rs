@@ -9,10 +9,11 @@ use super::*;
 use crate::commands::{Cli, parse_start};
 
 /// Options, with others that they need, and those of another job that differs in them alone.
-const SAMPLES: [(&str, &str, &str); 67] = [
+const SAMPLES: [(&str, &str, &str); 68] = [
     ("allow-mixed-builds", "", "--allow-mixed-builds"),
     ("audit", "", "--audit 1%"),
     ("autoscale", "", "--autoscale"),
+    ("avoid-hosts", "", "--avoid-hosts node-1,node-2"),
     ("bad-records", "", "--bad-records skip:3"),
     ("best-metric", "--validation-data v", "--best-metric accuracy"),
     ("channels", "", "--channels 2"),
