@@ -22,6 +22,7 @@
 
 mod aside;
 mod certificates;
+mod changes;
 mod contents;
 mod deletion;
 mod earlier;
@@ -51,6 +52,7 @@ use tracing::warn;
 
 pub use self::certificates::MASTER_DNS_NAME;
 pub use self::certificates::ca_path;
+pub use self::changes::changes_since;
 pub use self::contents::{complete_checkpoints, is_own_file};
 pub use self::deletion::{DeleteError, delete};
 pub use self::earlier::{EarlierJob, earlier_job, has_begun};

@@ -120,26 +120,30 @@ fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 #[test]
 fn a_step_that_is_made_once_more_has_the_loss_that_the_job_has_recorded() {
     let programs = Programs { counting: env!("CARGO_BIN_EXE_determinism"), ..PROGRAMS };
-    let fixture =
+    let mut fixture =
         JobFixture { records: 1000, micros_per_record: 0, ..JobFixture::new(programs, 3) };
-    let command = || {
+    let command = |fixture: &JobFixture| {
         let command = fixture.command(5).flag("deterministic").option("max-steps", "30");
         let command = command.option("checkpoint-every", "8").option("checkpoint-keep", "4");
         command.option("log-format", "json")
     };
     let job_dir = fixture.path("job");
-    let ended = command().run();
+    let ended = command(&fixture).run();
     ended.assert_outcome(0, "completed");
     let losses = ended.summary().loss;
     assert_ne!(losses.first, losses.last);
     let before = files(&job_dir);
-    let replayed = |step: u64| -> Value {
-        let ended = command().option("replay-step", step.to_string()).run();
+    let replayed = |fixture: &JobFixture, step: u64| -> Value {
+        let ended = command(fixture).option("replay-step", step.to_string()).run();
         assert_eq!(ended.code, Some(0), "{}", ended.output);
         let found = ended.output.lines().find(|line| line.contains("\"loss_recorded\""));
         let found = serde_json::from_str(found.unwrap_or_else(|| panic!("{}", ended.output)));
         assert!(before == files(&job_dir), "a file of the job has changed");
         found.unwrap()
+    };
+    let changes = |made: &Value| -> Vec<String> {
+        let changes = made["changes"].as_array().unwrap();
+        changes.iter().map(|change| change.as_str().unwrap().to_owned()).collect()
     };
     let steps_of = |name: &str| name.split('-').nth(1).and_then(|step| step.parse::<u64>().ok());
     // Which of them were written depends on the disk.
@@ -149,9 +153,10 @@ fn a_step_that_is_made_once_more_has_the_loss_that_the_job_has_recorded() {
     });
     let checkpoints: Vec<u64> = checkpoints.collect();
     for (step, recorded) in [(30, losses.last), (1, losses.first), (27, None)] {
-        let made = replayed(step);
+        let made = replayed(&fixture, step);
         assert_eq!(made["loss_recorded"].as_f64(), recorded, "{made}");
         assert_eq!(made["is_equal"].as_bool(), recorded.map(|_| true), "{made}");
+        assert_eq!(changes(&made), [""; 0]);
         let name = made["checkpoint"].as_str();
         let newest = checkpoints.iter().copied().filter(|&of| of < step).max();
         assert_eq!(name.and_then(steps_of), newest, "{made}");
@@ -172,8 +177,17 @@ fn a_step_that_is_made_once_more_has_the_loss_that_the_job_has_recorded() {
     let file = fs::read_dir(fixture.data()).unwrap().next().unwrap().unwrap().path();
     let added = fixture.data().join("added.bin");
     fs::copy(file, &added).unwrap();
-    refused(command(), "the job's data set has");
+    refused(command(&fixture), "the job's data set has");
     fs::remove_file(added).unwrap();
+    // Another program, and data with other contents.
+    let file = fs::read_dir(fixture.data()).unwrap().next().unwrap().unwrap().path();
+    fs::write(&file, fs::read(&file).unwrap()).unwrap();
+    fixture.micros_per_record = 1;
+    let ended = command(&fixture).option("replay-step", "1").run();
+    for change in ["the job was started with `", &format!("job began: {}", file.display())] {
+        assert!(ended.output.contains(change), "{change:?} is not in: {}", ended.output);
+    }
+    fixture.micros_per_record = 0;
     // A damaged checkpoint is passed over.
     let mut before: Vec<u64> = checkpoints.into_iter().filter(|&of| of < 30).collect();
     before.sort_unstable();
@@ -186,7 +200,7 @@ fn a_step_that_is_made_once_more_has_the_loss_that_the_job_has_recorded() {
             fs::write(&path, "").unwrap();
         }
     }
-    let ended = command().option("replay-step", "30").run();
+    let ended = command(&fixture).option("replay-step", "30").run();
     assert_eq!(ended.code, Some(0), "{}", ended.output);
     let passed_over = format!("\"checkpoint\":\"step-{:012}-", older[older.len() - 1]);
     assert!(ended.output.contains(&passed_over), "{passed_over}: {}", ended.output);

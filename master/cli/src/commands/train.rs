@@ -48,8 +48,8 @@ pub(crate) struct TrainArgs {
     ///
     /// PROGRAM is that of the job, which --job-name or --job-dir names. Options that decide the
     /// steps, such as --seed, are those of the job: one that is given must agree, and so must the
-    /// files of the data and their numbers of records. Whether PROGRAM and the contents of the data
-    /// are those of the job is not checked. The process trains from the newest intact checkpoint of
+    /// files of the data and their numbers of records. A warning names another PROGRAM, other ARGS,
+    /// and files of both that were written since the job began. The process trains from the newest intact checkpoint of
     /// the job before the step: one in its --checkpoint-dir or --resume-from; without one, from the
     /// beginning. Nothing of the job is changed, exported or tracked. If the job has recorded the
     /// step's loss, as it does of its first step and its last one, both are compared: with

@@ -24,7 +24,7 @@ use super::local_job::LocalJob;
 use super::local_master::{lead, master_of};
 use super::request::{StartRequest, WorkOptions};
 use crate::args::DashboardPort;
-use crate::process::{EXIT_FAILED, EXIT_OK, Failure, print};
+use crate::process::{EXIT_FAILED, EXIT_OK, Failure, print, print_warning};
 use crate::progress::LogFormat;
 use crate::scratch::Scratch;
 
@@ -45,6 +45,8 @@ struct Replay {
     loss_recorded: Option<f64>,
     /// Whether both are the same, bit for bit.
     is_equal: Option<bool>,
+    /// What has changed since the job began: sentences.
+    changes: Vec<String>,
 }
 
 /// Makes step `step` of the job that the request is about once more. `is_given` tells whether the
@@ -68,6 +70,10 @@ pub(crate) fn replay(
     if let Some(origin) = &origin {
         origin.complete(&mut job.spec, is_given)?;
     }
+    let changes = origin.as_ref().map_or(Vec::new(), |Origin { facts, root }| {
+        jobdir::changes_since(root, &facts.files, &job.program, &job.args)
+    });
+    changes.iter().for_each(|change| print_warning(&format!("--replay-step: {change}")));
     let is_deterministic = job.spec.options.deterministic;
     let links = scratch.path.join("checkpoints");
     narrow(&mut job.spec, step, origin.as_ref(), is_given, &links)?;
@@ -96,6 +102,7 @@ pub(crate) fn replay(
         loss,
         loss_recorded,
         is_equal: loss_recorded.map(|known| known.to_bits() == loss.to_bits()),
+        changes,
     };
     let has_ended = origin.is_none_or(|origin| origin.facts.progress.has_ended);
     print(&match console.format {

@@ -1,6 +1,6 @@
 //! The job whose step is made once more.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use elasticdl_master::job::{Batch, JobSpec};
 use elasticdl_master::jobdir;
@@ -16,6 +16,8 @@ use crate::process::Failure;
 #[derive(Debug)]
 pub(super) struct Origin {
     pub(super) facts: JobFacts,
+    /// Its directory.
+    pub(super) root: PathBuf,
 }
 
 impl Origin {
@@ -25,7 +27,7 @@ impl Origin {
         let Some(root) = options.job_dir.clone().or(named) else { return Ok(None) };
         let root = std::path::absolute(&root).unwrap_or(root);
         let facts = backend::find(&root, &ClusterChoice::default())?.facts()?;
-        Ok(Some(Self { facts }))
+        Ok(Some(Self { facts, root }))
     }
 
     /// Checks that the job has made `step`.
@@ -209,7 +211,7 @@ mod tests {
             checkpoints: None,
             folder: None,
         };
-        Origin { facts }
+        Origin { facts, root: PathBuf::new() }
     }
 
     const JOB: &str = "--training-data d --seed 7 --global-batch-size 50 --num-epochs 5 \
