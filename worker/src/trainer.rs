@@ -312,6 +312,9 @@ impl<M: Model> Trainer<'_, M> {
                         self.tensors.broadcast(root, tensor)?;
                     }
                 }
+                if let Some(sharded) = self.sharded.as_mut().filter(|_| !is_root) {
+                    sharded.receive_state();
+                }
                 self.session.tensors_broadcast(true)?;
             }
         }

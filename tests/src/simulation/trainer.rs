@@ -159,7 +159,8 @@ impl World {
         let has_formed = was_in.is_some_and(|(of, _)| self.oracle.histories.contains_key(&of.0));
         let may_lack_rows = self.setting.shards() > 0 && !has_formed;
         // A worker that a newer group goes on without, or not, has left in order.
-        let is_newest = was_in.is_some_and(|(of, _)| of >= self.oracle.newest_generation());
+        let newest = self.oracle.published.iter().map(|group| group.generation).max();
+        let is_newest = was_in.is_some_and(|(of, _)| Some(of) >= newest);
         let has_left = is_newest && group.is_none() && !has_broken;
         if has_left && !may_lack_rows && self.processes[p].trainer.ring.is_none() {
             self.check_difference(p);

@@ -351,7 +351,10 @@ impl Watched<'_> {
         }
         if let Some(chunks) = trainer.chunks().filter(|_| updated.is_some() || is_repaired) {
             turned.chunks = chunks.step().zip(chunks.placement().cloned());
-            turned.wrong = turned.wrong.or_else(|| wrong_chunk(chunks, &before.parameters));
+            // One that is behind in a repair, and has not kept the sums, gives up its chunks next.
+            let are_behind = !before.in_round && chunks.step() != state.map(|state| state.step);
+            let wrong = || wrong_chunk(chunks, &before.parameters).filter(|_| !are_behind);
+            turned.wrong = turned.wrong.or_else(wrong);
             let is_gathered = trainer.has_parameters();
             turned.is_not_gathered = updated.is_some() && before.in_round && !is_gathered;
         }

@@ -244,4 +244,5 @@ const STORE_RETRY_US: Micros = 100_000;
 
 const EVENTS_MAX: u64 = 4_000_000;
 
-const DUE_MAX: usize = 10_000;
+/// A time-out stays until it is due: those of threads that follow a group add up.
+const DUE_MAX: usize = 100_000;

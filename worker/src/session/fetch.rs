@@ -92,6 +92,11 @@ impl Session {
         resumes
     }
 
+    /// Whether links have broken without any progress between them.
+    pub fn is_interrupted_again(&self) -> bool {
+        self.fetch.interruptions > 1
+    }
+
     /// The donor resumes the transfer where the link broke.
     pub fn fetch_resumed(&mut self) {
         self.fetch.interrupted = false;

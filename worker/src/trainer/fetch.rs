@@ -46,7 +46,11 @@ impl<M: Model> Trainer<'_, M> {
             Err(FetchError::Broken(error)) => {
                 if self.incoming.is_some() && self.session.fetch_interrupted() {
                     tracing::info!(%donor, error, "the link to the donor broke; dialing it again");
-                    self.pause_fetch();
+                    // A spare that follows is soon behind, and may be needed at any time.
+                    match self.session.is_interrupted_again() {
+                        true => self.pause_fetch(),
+                        false => self.source = None,
+                    }
                     return Ok(());
                 }
                 error

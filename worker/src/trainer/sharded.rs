@@ -122,6 +122,11 @@ impl ShardedOptimizer {
         self.lost = self.lost.or(lost);
     }
 
+    /// This rank goes on from another rank's state, whose parameters it does not have yet.
+    pub(super) fn receive_state(&mut self) {
+        self.is_gathered = false;
+    }
+
     /// The sums of the buckets that follow are those of a step.
     pub(super) fn begin_sums(&mut self) -> &mut impl BucketSums {
         self.sums.begin(&self.chunks);

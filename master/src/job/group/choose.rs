@@ -81,7 +81,10 @@ impl Group {
             };
             let joiners = workers.joiners(limits.heard_since);
             let joiners = joiners.filter(|&(_, is_caught_up)| may(is_caught_up));
-            joiners.map(|(id, _)| id).filter(|id| has_room(id)).collect()
+            // Those that have the state come first: if all members are lost, they alone have it.
+            let (first, rest): (Vec<_>, Vec<_>) = joiners.partition(|(_, has_state)| *has_state);
+            let joiners = first.into_iter().chain(rest).map(|(id, _)| id);
+            joiners.filter(|id| has_room(id)).collect()
         };
         let are_enough = |members: &[WorkerId]| {
             let computes = |id: &&WorkerId| workers.get(**id).is_some_and(|w| !w.serves_tables);

@@ -166,7 +166,9 @@ impl Job {
             Exit::Code(EXIT_USAGE) if node.is_empty() => Some(REFUSES),
             _ => None,
         };
-        let why = why.filter(|_| self.data.files().is_none() && self.lifecycle.is_running());
+        // A former master may have heard of one that is not known to have joined.
+        let is_known = self.data.files().is_none() && self.masters() == 1;
+        let why = why.filter(|_| is_known && self.lifecycle.is_running());
         let slot = place.as_ref().map(|place| place.slot);
         if let Some(why) = why.filter(|_| self.speaks_for_all(slot, exit)) {
             let error = format!("{what} and never joined the job: {why}");

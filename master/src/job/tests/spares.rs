@@ -9,13 +9,24 @@ use crate::job::testing::{dataset, spec};
 
 /// A group of three workers with so many spares, which are the last ones, and table servers.
 fn formed_with(spares: u32, table_servers: u32) -> Job {
+    formed_of(3, spares, table_servers)
+}
+
+fn formed_of(num_workers: u32, spares: u32, table_servers: u32) -> Job {
     let options = WorkerOptions { table_servers, ..spec().options };
-    let spec = JobSpec { num_workers: 3, max_workers: 3, spares, options, ..spec() };
+    let spec = JobSpec {
+        num_workers,
+        min_workers: 1,
+        max_workers: num_workers,
+        spares,
+        options,
+        ..spec()
+    };
     spec.check().unwrap();
     let mut job = Job::new(spec);
     connect(&mut job, 1);
     deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[1000])), None));
-    let all = u64::from(3 + spares + table_servers);
+    let all = u64::from(num_workers + spares + table_servers);
     (2..=all).for_each(|i| connect(&mut job, i));
     (1..=all).for_each(|i| deliver(&mut job, i, WorkerMessage::Ready { parameters: 10 }));
     job
@@ -109,4 +120,13 @@ fn a_silent_spare_takes_no_place() {
     }
     lose(&mut job, 2000, 2);
     assert_eq!(members(&mut job), Some((Generation(2), vec![1, 3, 5])));
+}
+
+#[test]
+fn if_all_members_are_lost_a_spare_that_has_the_state_goes_on_before_one_that_lacks_it() {
+    let mut job = formed_of(1, 2, 0);
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    caught_up(&mut job, 3..=3);
+    lose(&mut job, 5, 1);
+    assert_eq!(members(&mut job), Some((Generation(2), vec![3])));
 }

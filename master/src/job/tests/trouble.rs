@@ -298,6 +298,10 @@ fn a_program_that_ends_without_joining_is_told_what_to_do_and_started_once() {
             && error_of_0.contains("elasticdl.torch.join()"),
         "{error_of_0}"
     );
+    // A former master may have heard of it.
+    let mut job = Job::restore(Job::new(spec()).to_persisted(), at(0)).unwrap();
+    ended(&mut job, 1, Exit::Code(0));
+    assert_eq!((error(&job), job.lifecycle.failures()), (None, 1));
     // Python's for a script that does not exist, and that of parsers of arguments.
     let mut job = Job::new(spec());
     ended(&mut job, 1, Exit::Code(2));

@@ -128,6 +128,11 @@ impl World {
             self.oracle.stable.get(&(lineage, base.0)).is_none_or(|digest| *digest == base.1);
         let is_older = stable.is_some_and(|(step, _)| base.0 < step) || !same;
         let carrier = stable.and_then(|(step, _)| self.carrier(lineage, step));
+        // One of several spares goes on if all members are lost, and others may be further.
+        let carrier = carrier.filter(|&worker| {
+            let has_spares = self.setting.spec.spares > 0;
+            !has_spares || self.was_member(worker, generation) || self.has_member(generation)
+        });
         let oracle = &mut self.oracle;
         let history = oracle.histories.get(&generation.0);
         let goes_back = newer.is_none() && history.is_none() && is_older;
@@ -210,6 +215,19 @@ impl World {
             let name = self.name(p);
             self.violate(format!("{name}: step {step} is evaluated as {evaluation:?}"));
         }
+    }
+
+    /// Whether a worker was a member of a group before this one.
+    fn was_member(&self, worker: WorkerId, generation: Generation) -> bool {
+        let before = self.oracle.published.iter().filter(|group| group.generation < generation);
+        before.flat_map(|group| &group.members).any(|(id, _)| *id == worker)
+    }
+
+    /// Whether a group has a member of one before it.
+    fn has_member(&self, generation: Generation) -> bool {
+        let group = self.oracle.published.iter().find(|group| group.generation == generation);
+        let members = group.into_iter().flat_map(|group| &group.members);
+        members.into_iter().any(|(id, _)| self.was_member(*id, generation))
     }
 
     /// A worker that the master does not know to be gone, and whose state contains `step`.
