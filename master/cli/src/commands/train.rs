@@ -49,12 +49,12 @@ pub(crate) struct TrainArgs {
     /// PROGRAM is that of the job, which --job-name or --job-dir names. Options that decide the
     /// steps, such as --seed, are those of the job: one that is given must agree, and so must the
     /// files of the data and their numbers of records. A warning names another PROGRAM, other ARGS,
-    /// and files of both that were written since the job began. The process trains from the newest intact checkpoint of
-    /// the job before the step: one in its --checkpoint-dir or --resume-from; without one, from the
-    /// beginning. Nothing of the job is changed, exported or tracked. If the job has recorded the
-    /// step's loss, as it does of its first step and its last one, both are compared: with
-    /// --deterministic they are equal, bit for bit, and the exit code is 1 if not. Needs
-    /// --global-batch-size.
+    /// and files of both that were written since the job began. The process trains from the newest
+    /// intact checkpoint of the job before the step: one in its --checkpoint-dir or --resume-from;
+    /// without one, from the beginning. Nothing of the job is changed, exported or tracked. If the
+    /// job has recorded the step's loss, as it does of its first step and its last one, both are
+    /// compared: with --deterministic they are equal, bit for bit, and the exit code is 1 if not.
+    /// Needs --global-batch-size.
     #[arg(long, value_name = "N", help_heading = "Job", value_parser = parse_steps,
           conflicts_with_all = ["detach", "dry_run", "image", "minibatch_size"])]
     pub(crate) replay_step: Option<u64>,
