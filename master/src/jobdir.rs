@@ -22,7 +22,6 @@
 
 mod aside;
 mod certificates;
-mod changes;
 mod contents;
 mod deletion;
 mod earlier;
@@ -52,7 +51,6 @@ use tracing::warn;
 
 pub use self::certificates::MASTER_DNS_NAME;
 pub use self::certificates::ca_path;
-pub use self::changes::changes_since;
 pub use self::contents::{complete_checkpoints, is_own_file};
 pub use self::deletion::{DeleteError, delete};
 pub use self::earlier::{EarlierJob, earlier_job, has_begun};
@@ -64,6 +62,7 @@ use self::lock::{running, take_lock};
 pub use self::lookup::{Endpoint, LookupError, look_up, started_at};
 pub(crate) use self::notes::note_process;
 pub use self::owner::Owner;
+pub(crate) use self::persisted_job::read_start;
 pub use self::persisted_job::{
     AbandonedJob, JobStart, PersistedJobFile, is_abandoned, read_record, working_folder,
 };

@@ -29,6 +29,7 @@ compile_error!("elasticdl runs on Linux only: it needs memfd, pidfd and /proc");
 mod aborts;
 mod backend_event;
 pub mod certificates;
+pub mod changes;
 pub mod cluster_master;
 pub mod cluster_page;
 mod connection_limit;

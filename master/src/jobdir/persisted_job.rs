@@ -277,7 +277,7 @@ pub(super) fn read_newest_record(root: &Path) -> Result<PersistedJob, ResumeErro
 }
 
 /// Reads how the job was started.
-pub(super) fn read_start(root: &Path) -> Result<JobStart, ResumeError> {
+pub(crate) fn read_start(root: &Path) -> Result<JobStart, ResumeError> {
     read_stored(root, JOB)
 }
 

@@ -11,6 +11,7 @@ mod origin;
 use std::fmt::Display;
 use std::path::Path;
 
+use elasticdl_master::changes::changes_since;
 use elasticdl_master::event_loop::JobResult;
 use elasticdl_master::job::{Batch, JobSpec, Outcome, Work};
 use elasticdl_master::jobdir::{self, JobDir};
@@ -71,7 +72,7 @@ pub(crate) fn replay(
         origin.complete(&mut job.spec, is_given)?;
     }
     let changes = origin.as_ref().map_or(Vec::new(), |Origin { facts, root }| {
-        jobdir::changes_since(root, &facts.files, &job.program, &job.args)
+        changes_since(root, &facts.files, &job.program, &job.args)
     });
     changes.iter().for_each(|change| print_warning(&format!("--replay-step: {change}")));
     let is_deterministic = job.spec.options.deterministic;

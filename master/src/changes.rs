@@ -7,9 +7,7 @@ use std::time::SystemTime;
 
 use elasticdl_proto::FileList;
 
-use super::files::quoted;
-use super::persisted_job::{JobStart, read_start};
-use super::program_copy::ProgramSource;
+use crate::jobdir::{JobStart, ProgramSource, quoted, read_start};
 
 /// In what a run of `program` with `args` on these files differs from the job in `root`, as far as
 /// the times of files tell; a sentence for each. None, if it is not recorded how the job was
