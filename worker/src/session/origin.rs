@@ -110,14 +110,16 @@ impl fmt::Display for ProgramMismatch {
 pub(super) fn of_group(headers: &[SyncHeader]) -> Option<&Program> {
     let has_trained = |header: &SyncHeader| header.state.is_some_and(|state| state.was_in_group);
     let any_trained = headers.iter().any(has_trained);
-    let programs: Vec<&Program> = headers
-        .iter()
-        .filter(|header| has_trained(header) || !any_trained)
-        .map(|header| &header.origin.program)
-        .collect();
-    let count = |program: &Program| programs.iter().filter(|&&other| other == program).count();
+    let counted = headers.iter().filter(|header| has_trained(header) || !any_trained);
+    let mut programs: Vec<(&Program, usize)> = Vec::new();
+    for program in counted.map(|header| &header.origin.program) {
+        match programs.iter_mut().find(|(other, _)| *other == program) {
+            Some((_, count)) => *count += 1,
+            None => programs.push((program, 1)),
+        }
+    }
     // Of equally frequent ones, that of the lowest rank.
-    programs.iter().rev().copied().max_by_key(|program| count(program))
+    programs.into_iter().rev().max_by_key(|(_, count)| *count).map(|(program, _)| program)
 }
 
 /// Checks that the rank of this origin runs the group's program.

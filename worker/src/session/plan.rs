@@ -72,19 +72,9 @@ impl Plan {
             }
         }
         let keeps = counts.iter().map(|count| *count > 0).collect();
-        let workers = ranks.iter().filter(|rank| !rank.serves_tables).count();
-        let window = size.batch.records(workers.max(1)).saturating_sub(counts.iter().sum());
+        let window = size.batch.records(workers(ranks)).saturating_sub(counts.iter().sum());
         let rest = MicroBatches::of(first(&missing, window, end), start, size);
-        let loads: Vec<Load> = ranks
-            .iter()
-            .zip(counts)
-            .zip(costs(size.batch, ranks))
-            .map(|((rank, computed), cost)| Load {
-                computed,
-                readable: if rank.serves_tables { 0 } else { rank.readable.unwrap_or(u64::MAX) },
-                cost,
-            })
-            .collect();
+        let loads = loads(size.batch, ranks, |rank| (counts[rank], ranks[rank].readable));
         let shares = level(rest.count(), rest.size, &loads);
         Self { keeps, assigned: shares.map(|shares| rest.deal(ledger.epoch(), &shares)) }
     }
@@ -101,12 +91,23 @@ pub fn upcoming(
 ) -> Vec<RecordRange> {
     let mut ledger = ledger.clone();
     let mut ranges = Vec::new();
+    let loads = loads(size.batch, ranks, |_| (0, None));
     for _ in 0..steps {
-        let Some(mut assigned) = next(&ledger, epochs, size, ranks) else { break };
-        for range in assigned.iter().flatten() {
-            ledger.absorb(*range);
+        let epoch = ledger.epoch();
+        if epoch >= epochs {
+            break;
         }
-        ranges.append(&mut assigned[rank]);
+        let missing = missing(&ledger);
+        let start = missing.iter().next().map_or(0, |range| range.start);
+        let window = first(&missing, size.batch.records(workers(ranks)), 0);
+        let window = MicroBatches::of(window, start, size);
+        let Some(shares) = level(window.count(), window.size, &loads) else { break };
+        // All ranks before this one, and this one: it needs no more of a plan for many.
+        let before = shares[..rank].iter().sum();
+        ranges.extend(window.deal(epoch, &[before, shares[rank]]).pop().unwrap_or_default());
+        for range in window.ranges {
+            ledger.absorb(RecordRange { epoch, start: range.start, end: range.end });
+        }
     }
     ranges
 }
@@ -191,7 +192,28 @@ fn costs(batch: Batch, ranks: &[Contribution]) -> Vec<u64> {
     }
 }
 
+/// Number of ranks that compute, at least 1.
+fn workers(ranks: &[Contribution]) -> usize {
+    ranks.iter().filter(|rank| !rank.serves_tables).count().max(1)
+}
+
+/// `of`: for each rank the records that it has computed, and can read.
+fn loads(
+    batch: Batch,
+    ranks: &[Contribution],
+    of: impl Fn(usize) -> (u64, Option<u64>),
+) -> Vec<Load> {
+    let load = |(rank, cost)| {
+        let (computed, readable): (u64, Option<u64>) = of(rank);
+        let serves_tables = ranks[rank].serves_tables;
+        let readable = if serves_tables { 0 } else { readable.unwrap_or(u64::MAX) };
+        Load { computed, readable, cost }
+    };
+    (0..).zip(costs(batch, ranks)).map(load).collect()
+}
+
 /// What a rank has computed, and what it can compute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Load {
     /// Records.
     computed: u64,
@@ -205,6 +227,19 @@ struct Load {
 /// possible at the same time; of what is left over, the lowest ranks get one each. No rank gets
 /// more than it can read. `None` if the ranks can't read all.
 fn level(count: u64, size: u64, loads: &[Load]) -> Option<Vec<u64>> {
+    let (first, ranks) = (*loads.first()?, loads.len() as u64);
+    let most = count.div_ceil(ranks).saturating_mul(size);
+    let is_even = first.computed == 0 && first.readable >= most;
+    if is_even && loads.iter().all(|load| *load == first) {
+        // The same shares, in a time that matters less in large groups.
+        let share = |rank| count / ranks + u64::from(rank < count % ranks);
+        return Some((0..ranks).map(share).collect());
+    }
+    level_by_time(count, size, loads)
+}
+
+/// As [`level`], by a search for the time at which all ranks finish.
+fn level_by_time(count: u64, size: u64, loads: &[Load]) -> Option<Vec<u64>> {
     let shares = |time: u64| -> Vec<u64> {
         let share = |load: &Load| {
             (time / load.cost).saturating_sub(load.computed).min(load.readable) / size
@@ -331,6 +366,53 @@ mod tests {
         assert_eq!(plan, expected.map(|range| vec![range]));
         let plan = assigned(&ledger(20), per_worker(3), &vec![Contribution::default(); 2]);
         assert_eq!(plan, [vec![range(20, 23)], vec![range(23, 26)]]);
+    }
+
+    #[test]
+    fn equal_ranks_get_the_shares_that_a_search_would_find() {
+        for (cost, readable) in [(16, u64::MAX), (1, 60), (700, u64::MAX)] {
+            let load = Load { computed: 0, readable, cost };
+            for ranks in 1..=9 {
+                for count in 0..=40 {
+                    for size in [1, 3] {
+                        let loads = vec![load; ranks];
+                        let by_time = level_by_time(count, size, &loads);
+                        assert_eq!(level(count, size, &loads), by_time, "{ranks}, {count}, {size}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_read_ahead_is_what_the_next_plans_assign() {
+        let server = Contribution { serves_tables: true, ..Contribution::default() };
+        let slow = Contribution { cost: 500, ..Contribution::default() };
+        let fast = Contribution { cost: 100, ..Contribution::default() };
+        for ranks in [vec![Contribution::default(); 5], vec![slow, server, fast.clone(), fast]] {
+            for micro_batch in [1, 4] {
+                let size = StepSize { micro_batch, ..global(23) };
+                for rank in 0..ranks.len() {
+                    let (mut ledger, mut expected) = (ledger_at(3), Vec::new());
+                    for _ in 0..3 {
+                        let mut assigned = next(&ledger, 1, size, &ranks).unwrap();
+                        for range in assigned.iter().flatten() {
+                            ledger.absorb(*range);
+                        }
+                        expected.append(&mut assigned[rank]);
+                    }
+                    let ahead = upcoming(&ledger_at(3), 1, size, (rank, &ranks), 3);
+                    assert_eq!(ahead, expected, "rank {rank}");
+                }
+            }
+        }
+    }
+
+    /// A ledger with a gap: a group has absorbed records behind it.
+    fn ledger_at(absorbed: u64) -> Ledger {
+        let mut ledger = ledger(absorbed);
+        ledger.absorb(range(10, 17));
+        ledger
     }
 
     #[test]
