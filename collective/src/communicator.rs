@@ -22,7 +22,8 @@ pub trait Communicator {
 
     /// Gathers the bytes of every rank on every rank, in rank order.
     ///
-    /// `block`: at most [`BLOCK_BYTES_MAX`] bytes; lengths may differ between ranks.
+    /// `block`: at most [`BLOCK_BYTES_MAX`] bytes, and in groups of more than 255 ranks at most
+    /// 4 GiB divided by the ranks; lengths may differ between ranks.
     ///
     /// # Errors
     /// [`CollectiveError`].
@@ -32,10 +33,11 @@ pub trait Communicator {
     /// rank's `header` in rank order. `src` is only read, so a failed step can be retried with the
     /// same contribution.
     ///
-    /// `header`: at most [`BLOCK_BYTES_MAX`] bytes; lengths may differ between ranks. `src`, `dst`:
-    /// `[len]`, the same `len` on every rank (checked in every frame), f32 in host memory. Traffic
-    /// per rank: `2·(n−1)/n · len · 4` bytes in each direction, and every header once. Every rank
-    /// gets bit-identical results: each chunk is reduced in one fixed order and copied from there.
+    /// `header`: as the block of an [all-gather](Self::all_gather). `src`, `dst`: `[len]`, the same
+    /// `len` on every rank (checked in every frame), f32 in host memory. Traffic per rank:
+    /// `2·(n−1)/n · len · 4` bytes in each direction, in large groups up to 1.5 times that for
+    /// short buffers, and every header once. Every rank gets bit-identical results: each chunk is
+    /// reduced in one fixed order and copied from there.
     ///
     /// # Errors
     /// [`CollectiveError`]; `dst` then holds unspecified values. The operation may have succeeded

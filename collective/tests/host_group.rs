@@ -113,7 +113,9 @@ fn data_of_a_root_arrives_after_the_root_is_gone() {
 
 #[test]
 fn a_mismatched_rank_is_named_and_fails_every_rank() {
-    for (world, len) in (3..=5).flat_map(|world| [5, 8191, 20_000].map(|len| (world, len))) {
+    for (world, len) in
+        [3, 4, 5, 19].into_iter().flat_map(|world| [5, 8191, 20_000].map(|len| (world, len)))
+    {
         let mut rings = form(&endpoints(world), 1);
         let errors = on_all(&mut rings, move |ring| {
             let len = if ring.rank() == 1 { len } else { len + 2 };
@@ -126,6 +128,60 @@ fn a_mismatched_rank_is_named_and_fails_every_rank() {
         };
         let named = errors.iter().enumerate().any(|(reporter, error)| names(reporter, error));
         assert!(named, "{errors:?}");
+    }
+}
+
+#[test]
+fn a_large_group_sums_gathers_and_broadcasts_along_its_tree() {
+    for world in [17, 22, 33] {
+        let mut rings = form(&endpoints(world), 1);
+        // Less than the scratch memory of a rank, more, and so much that the ring sums.
+        for len in [0, 1, 1000, 130_000, 400_000] {
+            let parts: Vec<_> = (0..world).map(|rank| numbers(rank as u64, len)).collect();
+            let own = parts.clone();
+            let header = |rank: usize| vec![rank as u8; rank * 7];
+            let results = on_all(&mut rings, move |ring| {
+                let (rank, mut sum) = (ring.rank(), vec![f32::NAN; len]);
+                let headers = ring.all_reduce(&header(rank), &own[rank], &mut sum).unwrap();
+                (headers, sum)
+            });
+            let bits = |sum: &[f32]| sum.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            for (headers, sum) in &results {
+                assert!(headers.iter().enumerate().all(|(rank, got)| *got == header(rank)));
+                assert!(bits(sum) == bits(&results[0].1), "world {world}, len {len}");
+            }
+            for at in (0..len).step_by(997) {
+                let exact: f64 = parts.iter().map(|part| f64::from(part[at])).sum();
+                assert!((f64::from(results[0].1[at]) - exact).abs() < 0.1, "element {at}");
+            }
+        }
+        for (root, len) in [(0, 0), (5, 9), (world - 1, 700_000), (9, 262_144), (1, 262_145)] {
+            let got = on_all(&mut rings, move |ring| {
+                let mine = if ring.rank() == root { len } else { 10 };
+                let mut bytes: Vec<u8> = (0..mine).map(|at| (at / 7 + ring.rank()) as u8).collect();
+                ring.broadcast_bytes(root, &mut bytes).unwrap();
+                let mut floats = vec![ring.rank() as f32; len / 4];
+                ring.broadcast(root, &mut floats).unwrap();
+                assert!(floats == vec![root as f32; len / 4]);
+                bytes
+            });
+            let expected: Vec<u8> = (0..len).map(|at| (at / 7 + root) as u8).collect();
+            assert!(got.iter().all(|got| got == &expected), "root {root}, len {len}");
+        }
+    }
+}
+
+#[test]
+fn a_large_group_that_loses_a_rank_fails_everywhere_and_forms_again() {
+    let mut ends = endpoints(20);
+    for (generation, victim) in [(1, 10), (2, 0), (3, 17)] {
+        let mut rings = form(&ends, generation);
+        on_all(&mut rings, |ring| ring.all_gather(b"").unwrap());
+        drop((rings.remove(victim), ends.remove(victim)));
+        on_all(&mut rings, |ring| ring.all_reduce(b"", &[0.0; 100], &mut [0.0; 100]).unwrap_err());
+        for (_, end) in &ends {
+            end.fence().abort_before(generation + 1);
+        }
     }
 }
 

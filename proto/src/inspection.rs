@@ -135,6 +135,8 @@ pub struct StallReport {
     pub sent: u64,
     /// Whether it waits for the next member, rather than for the previous one.
     pub waits_for_next: bool,
+    /// Members that are no neighbours in the ring, for which it waits.
+    pub far: Vec<WorkerId>,
     /// Seconds since the last byte.
     pub for_s: f64,
 }

@@ -18,6 +18,8 @@ pub const TABLE_REPLICAS_MAX: u8 = 3;
 pub const TABLE_LAG_MAX: u8 = 16;
 /// Parts per million of the steps that are audited, if all are.
 pub const AUDIT_MAX: u32 = 1_000_000;
+/// Most members that a stalled worker waits for and that are no neighbours in the ring.
+pub const STALL_FAR_MAX: usize = 2;
 /// Most records of a step.
 pub const BATCH_RECORDS_MAX: u64 = 1 << 32;
 /// Most micro-batches of a step whose sum is exact: each halving of their size costs a bit of

@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::ids::{Generation, LaunchId, WorkerId};
+use crate::limits::STALL_FAR_MAX;
 use crate::members::Members;
 
 /// The members of a generation.
@@ -95,6 +96,8 @@ pub struct Stall {
     pub sent: u64,
     /// Whether the awaited bytes come from the next member.
     pub waits_for_next: bool,
+    /// Members that are no neighbours in the ring, and from which bytes are awaited.
+    pub far: [Option<WorkerId>; STALL_FAR_MAX],
     /// Time since the last byte moved.
     pub since: Duration,
 }

@@ -79,16 +79,20 @@ pub(crate) fn stall_of(stall: elasticdl_collective::Stall) -> Stall {
         received,
         sent,
         waits_for_next,
+        far,
         since,
     } = stall;
     let generation = elasticdl_proto::Generation(generation);
-    Stall { generation, operation, received, sent, waits_for_next, since }
+    let far = far.map(|member| member.map(elasticdl_proto::WorkerId));
+    Stall { generation, operation, received, sent, waits_for_next, far, since }
 }
 
 fn stall_report(stall: elasticdl_collective::Stall) -> StallReport {
     let for_s = seconds(stall.since);
-    let Stall { generation, operation, received, sent, waits_for_next, .. } = stall_of(stall);
-    StallReport { generation, operation, received, sent, waits_for_next, for_s }
+    let stall = stall_of(stall);
+    let Stall { generation, operation, received, sent, waits_for_next, .. } = stall;
+    let far = stall.far.into_iter().flatten().collect();
+    StallReport { generation, operation, received, sent, waits_for_next, far, for_s }
 }
 
 fn report_of(thread: &Captured, names: &Names, python: &mut PythonStacks) -> ThreadReport {

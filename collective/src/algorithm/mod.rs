@@ -7,4 +7,5 @@ pub(crate) mod hosts;
 pub(crate) mod payload;
 #[doc(hidden)]
 pub mod schedule;
+pub(crate) mod tree_topology;
 pub(crate) mod wire_dtype;

@@ -17,6 +17,7 @@ use crate::net::link::Link;
 use crate::net::neighbours::{Links, Neighbour};
 use crate::net::progress::{Progress, WaitPoint};
 use crate::net::socket::{DialError, dial, poll_until};
+use crate::transfer::tree::TreeLinks;
 use crate::{CollectiveError, GroupSpec};
 
 /// One attempt to build one ring of a generation.
@@ -31,7 +32,17 @@ pub(super) struct Attempt<'a> {
     pub(super) rank: usize,
     pub(super) next: usize,
     pub(super) prev: usize,
+    pub(super) ends: Ends,
     pub(super) until: Until,
+}
+
+/// Links that an attempt builds.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Ends {
+    /// To the next member, and from the previous one.
+    Both,
+    Next,
+    Prev,
 }
 
 /// The rings of a rank in one generation.
@@ -45,6 +56,7 @@ pub(super) struct Rings {
     pub(super) leaders: Option<Links>,
     /// By the channels' numbers.
     pub(super) channels: BTreeMap<u8, Links>,
+    pub(super) tree: TreeLinks,
 }
 
 /// Deadline of an attempt.
@@ -60,10 +72,16 @@ impl Attempt<'_> {
     /// members. A rank answers its previous member on the acceptor's thread, so no rank waits for
     /// another one to get further around the ring.
     pub(super) fn run_all(attempts: Vec<Self>) -> Result<Rings, CollectiveError> {
+        let (accepting, dialling): (Vec<_>, Vec<_>) =
+            attempts.into_iter().partition(|attempt| attempt.ends == Ends::Prev);
         let dial = |attempt: Self| attempt.dial_next().map(|dialled| (attempt, dialled));
-        let dialled: Result<Vec<_>, _> = attempts.into_iter().map(dial).collect();
+        let dialled: Result<Vec<_>, _> = dialling.into_iter().map(dial).collect();
         let mut rings = Rings::default();
         for (attempt, next) in Self::await_answers(dialled?)? {
+            if attempt.ends == Ends::Next {
+                rings.tree.right = Some(attempt.neighbour(attempt.next, next));
+                continue;
+            }
             let links = attempt.finish(next)?;
             match attempt.purpose {
                 Purpose::Host => rings.host_ring = Some(links),
@@ -72,8 +90,13 @@ impl Attempt<'_> {
                 Purpose::Channel(number) => {
                     rings.channels.insert(number, links);
                 }
-                Purpose::Pair | Purpose::State => {}
+                Purpose::Pair | Purpose::State | Purpose::Tree => {}
             }
+        }
+        for attempt in accepting {
+            let Some(ring) = &rings.ring else { continue };
+            let parent = attempt.await_prev(&ring.next.link)?;
+            rings.tree.parent = Some(attempt.neighbour(attempt.prev, parent));
         }
         Ok(rings)
     }
@@ -124,16 +147,22 @@ impl Attempt<'_> {
             received: 0,
             sent: 0,
             waits_for_next,
+            far: Default::default(),
         });
     }
 
     fn finish(&self, next: Arc<Link>) -> Result<Links, CollectiveError> {
+        let prev = self.await_prev(&next)?;
+        Ok(Links { next: self.neighbour(self.next, next), prev: self.neighbour(self.prev, prev) })
+    }
+
+    fn await_prev(&self, next: &Arc<Link>) -> Result<Arc<Link>, CollectiveError> {
         self.begin_wait(false);
-        let prev = self.accept_prev(&next);
+        let prev = self.accept_prev(next);
         self.progress.end_wait();
         let prev = prev?;
         self.registration.check()?;
-        Ok(Links { next: self.neighbour(self.next, next), prev: self.neighbour(self.prev, prev) })
+        Ok(prev)
     }
 
     /// Dials the next member and sends the hello.

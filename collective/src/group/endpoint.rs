@@ -8,10 +8,11 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::attempt::{Attempt, Rings, Until};
+use super::attempt::{Attempt, Ends, Rings, Until};
 use super::host_group::{EncryptedLinks, TransportPlan};
 use super::pairs::PairDialler;
 use crate::algorithm::hosts::Hosts;
+use crate::algorithm::tree_topology;
 use crate::net::acceptor::{Acceptor, Identity};
 use crate::net::dialled::{DialledError, DialledLink, LinkRequest};
 use crate::net::handshake::{CHANNELS_MAX, JobDigest, Purpose};
@@ -19,6 +20,7 @@ use crate::net::notifier::Notifier;
 use crate::net::pending_requests::{Joiners, PendingRequests};
 use crate::net::progress::Progress;
 use crate::net::socket::{DialError, dial, set_up_listener};
+use crate::transfer::chain;
 use crate::{
     CollectiveError, Fence, FetchError, GroupSpec, HostGroup, LinkEncryption, Member, Position,
     Secret, StateReceiver, StateRequest, Transport, WireDtype,
@@ -223,6 +225,7 @@ impl Endpoint {
                 rank,
                 next,
                 prev,
+                ends: Ends::Both,
                 until,
             })
         };
@@ -235,15 +238,27 @@ impl Endpoint {
             purposes.push((Purpose::Leaders, &leaders));
         }
         purposes.extend((1..=further).map(|number| (Purpose::Channel(number), &all[..])));
-        let attempts =
+        let mut attempts: Vec<Attempt<'_>> =
             purposes.into_iter().filter_map(|(purpose, ranks)| attempt(purpose, ranks)).collect();
+        let has_tree = world > chain::WORLD_MAX;
+        if has_tree {
+            let position = tree_topology::position(rank, world);
+            let far = |peer: usize, ends| {
+                let attempt = attempt(Purpose::Tree, &all)?;
+                Some(Attempt { next: peer, prev: peer, ends, ..attempt })
+            };
+            attempts.extend(position.right.and_then(|right| far(right, Ends::Next)));
+            let parent = position.parent.filter(|_| position.is_right_child());
+            attempts.extend(parent.and_then(|parent| far(parent, Ends::Prev)));
+        }
         let rings = Attempt::run_all(attempts).inspect_err(|_| registration.shut_down())?;
-        let Rings { ring, host_ring, leaders, channels } = rings;
+        let Rings { ring, host_ring, leaders, channels, tree } = rings;
         let plan = may_share.then_some(TransportPlan { hosts, host_ring, leaders });
         let (identity, dial_limit) = (self.identity.clone(), self.dial_limit);
         let dialler = PairDialler { identity, group: group.clone(), dial_limit };
         let group = HostGroup::new(registration, self.progress(), rank, members, ring)
             .with_extra_channels(channels.into_values().collect())
+            .with_tree(has_tree.then_some(tree))
             .with_wire_dtype(self.wire_dtype)
             .with_encrypted_links(encrypted)
             .with_transport_plan(plan)

@@ -16,6 +16,7 @@ use crate::net::frame::{Kind, OpTag};
 use crate::net::neighbours::{LinkFault, Links};
 use crate::net::progress::Progress;
 use crate::transfer::chain::{self, ChainReduce};
+use crate::transfer::tree::TreeLinks;
 use crate::transfer::{self, Fault, Incoming, LocalFault, Transfer};
 use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator, WireDtype};
 
@@ -60,6 +61,8 @@ pub struct HostGroup {
     ring_bytes_min: usize,
     encrypted: EncryptedLinks,
     further: FurtherLinks,
+    /// `None` in small groups.
+    tree: Option<TreeLinks>,
 }
 
 /// Which links of a group are encrypted.
@@ -114,6 +117,7 @@ impl HostGroup {
             ring_bytes_min: ring_bytes_min(rank_info.world),
             encrypted: EncryptedLinks::default(),
             further: FurtherLinks::default(),
+            tree: None,
         }
     }
 
@@ -172,9 +176,10 @@ impl HostGroup {
 
     /// Returns one note per rank; the note of this rank is `block`, all others are empty.
     fn notes(&self, block: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        if block.len() > BLOCK_BYTES_MAX {
-            let reason =
-                format!("a block of {} bytes; the limit is {BLOCK_BYTES_MAX}", block.len());
+        // A frame header holds the length of all blocks in 32 bits.
+        let most = BLOCK_BYTES_MAX.min(u32::MAX as usize / self.rank_info.world - size_of::<u32>());
+        if block.len() > most {
+            let reason = format!("a block of {} bytes; the limit is {most}", block.len());
             return Err(CollectiveError::Invalid(reason));
         }
         let mut notes = vec![Vec::new(); self.rank_info.world];
@@ -191,7 +196,12 @@ impl HostGroup {
     }
 
     fn gather(&mut self, kind: Kind, block: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        let payload = Payload::new(Body::Empty, self.notes(block)?);
+        let notes = self.notes(block)?;
+        let along_tree = self.tree_transfer(kind);
+        if let Some(result) = along_tree.map(|tree| tree.all_reduce(block, &[], &mut [])) {
+            return self.end(result);
+        }
+        let payload = Payload::new(Body::Empty, notes);
         self.run(kind, Schedule::all_gather(self.rank_info), payload)
     }
 
@@ -261,12 +271,14 @@ impl HostGroup {
 
     /// The algorithm that sums this many bytes, the same on all ranks.
     fn algorithm(&self, bytes: usize) -> Algorithm {
-        let is_small = bytes < self.ring_bytes_min && self.rank_info.world <= chain::WORLD_MAX;
+        let (is_small, has_tree) = (bytes < self.ring_bytes_min, self.tree.is_some());
         if self.is_hierarchical() && !is_small {
             Algorithm::Hierarchy
         } else if self.shares_memory() {
             Algorithm::SharedMemory
-        } else if is_small {
+        } else if is_small && has_tree {
+            Algorithm::Tree
+        } else if is_small && self.rank_info.world <= chain::WORLD_MAX {
             Algorithm::Chain
         } else {
             Algorithm::Ring
@@ -325,6 +337,8 @@ enum Algorithm {
     Hierarchy,
     Ring,
     SharedMemory,
+    /// Up and down a tree, for few bytes in a large group.
+    Tree,
 }
 
 impl Communicator for HostGroup {
@@ -382,6 +396,12 @@ impl Communicator for HostGroup {
                 let result = self.ring_all_reduce(links, notes, src, dst);
                 self.end(result)
             }
+            (Algorithm::Tree, Some(_)) => {
+                let kind = self.sum_kind();
+                let transfer = self.tree_transfer(kind).expect("the group has a tree");
+                let result = transfer.all_reduce(header, src, dst);
+                self.end(result)
+            }
             (_, None) => {
                 dst.copy_from_slice(src);
                 Ok(notes)
@@ -422,14 +442,17 @@ impl Communicator for HostGroup {
         if self.links.is_none() {
             return Ok(());
         }
-        let announcement =
+        let mut announcement =
             if is_root { Announcement::encode(bytes, self.segment_bytes) } else { Vec::new() };
-        let mut notes = vec![Vec::new(); self.rank_info.world];
-        notes[root] = announcement;
-        let nothing = Span { len: 0, segment_len: 1 };
-        let schedule = Schedule::broadcast(self.rank_info, root, nothing, true);
-        let mut notes = self.run(Kind::Announcement, schedule, Payload::new(Body::Empty, notes))?;
-        let announcement = mem::take(&mut notes[root]);
+        let (kind, note) = (Kind::Announcement, Some(&mut announcement));
+        if !self.broadcast_along_tree(kind, root, note, &mut [])? {
+            let mut notes = vec![Vec::new(); self.rank_info.world];
+            notes[root] = announcement;
+            let nothing = Span { len: 0, segment_len: 1 };
+            let schedule = Schedule::broadcast(self.rank_info, root, nothing, true);
+            let mut notes = self.run(kind, schedule, Payload::new(Body::Empty, notes))?;
+            announcement = mem::take(&mut notes[root]);
+        }
         let body = match Announcement::decode(announcement, self.segment_bytes) {
             Ok(Announcement::All(short)) if !is_root => {
                 *bytes = short;
@@ -447,7 +470,10 @@ impl Communicator for HostGroup {
                 return Err(links.prev.error(LinkFault::Broken(reason)));
             }
         };
-        let payload = Payload::new(Body::Bytes(body), notes);
+        if self.broadcast_along_tree(Kind::BroadcastBytes, root, None, body)? {
+            return Ok(());
+        }
+        let payload = Payload::new(Body::Bytes(body), vec![Vec::new(); self.rank_info.world]);
         let schedule =
             Schedule::broadcast(self.rank_info, root, payload.span(self.segment_bytes), false);
         self.run(Kind::BroadcastBytes, schedule, payload).map(drop)
@@ -456,6 +482,10 @@ impl Communicator for HostGroup {
     fn broadcast(&mut self, root: usize, buf: &mut [f32]) -> Result<(), CollectiveError> {
         self.check()?;
         self.check_root(root)?;
+        let bytes = bytemuck::cast_slice_mut(buf);
+        if self.broadcast_along_tree(Kind::Broadcast, root, None, bytes)? {
+            return Ok(());
+        }
         let payload = Payload::new(Body::Floats(buf), vec![Vec::new(); self.rank_info.world]);
         let schedule =
             Schedule::broadcast(self.rank_info, root, payload.span(self.segment_bytes), false);
@@ -507,6 +537,7 @@ impl Announcement {
 }
 
 mod transport;
+mod tree;
 
 use transport::ShmState;
 pub(crate) use transport::TransportPlan;

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::attempt::{Attempt, Until};
+use super::attempt::{Attempt, Ends, Until};
 use crate::net::acceptor::Identity;
 use crate::net::dialled::{DialledLink, Handshake};
 use crate::net::fence::GroupRegistration;
@@ -64,6 +64,7 @@ impl PairDialler {
             rank,
             next: peer,
             prev: peer,
+            ends: Ends::Both,
             until: Until { at: None, waited: Duration::ZERO },
         };
         let steps = |peer: usize| (peer + world - rank) % world;

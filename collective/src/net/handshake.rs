@@ -56,6 +56,8 @@ pub enum Purpose {
     Ring,
     /// Link for a state transfer, independent of the generation.
     State,
+    /// Link to the right child in the tree of a large group, used in both directions.
+    Tree,
     /// Additional link between the same members as [`Ring`](Self::Ring), with its number from 1.
     Channel(u8),
 }
@@ -228,7 +230,8 @@ impl Hello {
 }
 
 impl Purpose {
-    const UNNUMBERED: [Self; 5] = [Self::Host, Self::Leaders, Self::Pair, Self::Ring, Self::State];
+    const UNNUMBERED: [Self; 6] =
+        [Self::Host, Self::Leaders, Self::Pair, Self::Ring, Self::State, Self::Tree];
 
     fn code(self) -> [u8; 2] {
         match self {
@@ -237,6 +240,7 @@ impl Purpose {
             Self::Pair => [6, 0],
             Self::Ring => [3, 0],
             Self::State => [4, 0],
+            Self::Tree => [7, 0],
             Self::Channel(number) => [5, number],
         }
     }
@@ -261,7 +265,7 @@ pub(crate) const ANSWER_BYTES: usize = PUBLIC_KEY_BYTES + TAG_BYTES;
 pub(crate) const CONFIRMATION_BYTES: usize = TAG_BYTES;
 
 /// First bytes of every link, with the version of the protocol.
-const MAGIC: [u8; 8] = *b"EDLLINK2";
+const MAGIC: [u8; 8] = *b"EDLLINK3";
 
 const HELLO_BYTES: usize = 59;
 

@@ -36,6 +36,8 @@ pub struct Stall {
     /// uses the ring's links in both directions, `sent` and `received` are counted so that the two
     /// ends of a link still differ by the bytes in flight.
     pub waits_for_next: bool,
+    /// Members from which something is awaited over links that are not of the ring.
+    pub far: [Option<u64>; FAR_MAX],
     /// Time since the last byte moved.
     pub since: Duration,
 }
@@ -51,6 +53,7 @@ impl Progress {
             received: number(),
             sent: number(),
             waits_for_next: AtomicBool::new(false),
+            far: [number(), number()],
         };
         Self { cell: Arc::new(cell) }
     }
@@ -67,6 +70,7 @@ impl Progress {
             received: cell.received.load(Ordering::Relaxed),
             sent: cell.sent.load(Ordering::Relaxed),
             waits_for_next: cell.waits_for_next.load(Ordering::Relaxed),
+            far: [0, 1].map(|at| cell.far[at].load(Ordering::Relaxed).checked_sub(1)),
             since: cell.started.elapsed().saturating_sub(Duration::from_nanos(since)),
         };
         fence(Ordering::Acquire);
@@ -86,6 +90,9 @@ impl Progress {
         cell.received.store(point.received, Ordering::Relaxed);
         cell.sent.store(point.sent, Ordering::Relaxed);
         cell.waits_for_next.store(point.waits_for_next, Ordering::Relaxed);
+        for (cell, far) in cell.far.iter().zip(point.far) {
+            cell.store(far.map_or(0, |member| member.saturating_add(1)), Ordering::Relaxed);
+        }
         let now = u64::try_from(cell.started.elapsed().as_nanos())
             .expect("no process runs for centuries");
         cell.since.store(now, Ordering::Release);
@@ -105,6 +112,7 @@ pub(crate) struct WaitPoint {
     pub(crate) received: u64,
     pub(crate) sent: u64,
     pub(crate) waits_for_next: bool,
+    pub(crate) far: [Option<u64>; FAR_MAX],
 }
 
 /// **Invariant:** the other fields change only while `since` is [`MOVING`].
@@ -118,7 +126,12 @@ struct Cell {
     received: AtomicU64,
     sent: AtomicU64,
     waits_for_next: AtomicBool,
+    /// Ids of members plus one; 0 for none.
+    far: [AtomicU64; FAR_MAX],
 }
+
+/// Links of a rank, besides those of the ring, on which one operation awaits something.
+pub(crate) const FAR_MAX: usize = 2;
 
 /// Value of `since` while the endpoint does not wait.
 const MOVING: u64 = u64::MAX;
@@ -142,6 +155,7 @@ mod tests {
                         received: n,
                         sent: n,
                         waits_for_next: n % 2 == 1,
+                        far: [Some(n), None],
                     });
                 }
                 progress.end_wait();
@@ -149,7 +163,9 @@ mod tests {
             });
             while !over.load(Ordering::Relaxed) {
                 if let Some(stall) = progress.stall() {
-                    let Stall { generation, operation, received, sent, waits_for_next, .. } = stall;
+                    let Stall { generation, operation, received, sent, .. } = stall;
+                    let Stall { waits_for_next, far, .. } = stall;
+                    assert_eq!(far, [Some(generation), None]);
                     assert_eq!([operation, received, sent], [generation; 3]);
                     assert_eq!(waits_for_next, generation % 2 == 1);
                 }

@@ -222,6 +222,7 @@ impl SharedRegion {
             received,
             sent,
             waits_for_next,
+            far: Default::default(),
         });
         let of_host = |rank: usize| self.ranks.contains(&rank);
         let mut link_monitor = LinkMonitor::new([context.host, context.ring], of_host, sequence);

@@ -298,24 +298,11 @@ impl<'a> ChainReduce<'a> {
         Ok(elements.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect())
     }
 
-    fn take_notes(&mut self, ranks: Range<usize>, mut bytes: &[u8]) -> Result<(), String> {
-        for rank in ranks {
-            let (length, rest) =
-                bytes.split_first_chunk().ok_or("expected the length of another note")?;
-            let length = u32::from_le_bytes(*length) as usize;
-            if length > BLOCK_BYTES_MAX.min(rest.len()) {
-                return Err(format!(
-                    "expected the note of rank {rank}, got a length of {length} bytes"
-                ));
-            }
-            let (note, rest) = rest.split_at(length);
+    fn take_notes(&mut self, ranks: Range<usize>, bytes: &[u8]) -> Result<(), String> {
+        for (rank, note) in ranks.clone().zip(split_notes(ranks, bytes)?) {
             self.notes[rank] = note.to_vec();
-            bytes = rest;
         }
-        match bytes.len() {
-            0 => Ok(()),
-            more => Err(format!("expected no more notes, got {more} bytes")),
-        }
+        Ok(())
     }
 
     fn port(&self, side: Side) -> Port<'a> {
@@ -473,11 +460,32 @@ const UP: u32 = 0;
 
 const DOWN: u32 = 1;
 
-const NOTE_LEN_BYTES: usize = size_of::<u32>();
+/// Returns the notes of these ranks, each of which follows its length.
+pub(super) fn split_notes(ranks: Range<usize>, mut bytes: &[u8]) -> Result<Vec<&[u8]>, String> {
+    let mut notes = Vec::with_capacity(ranks.len());
+    for rank in ranks {
+        let (length, rest) =
+            bytes.split_first_chunk().ok_or("expected the length of another note")?;
+        let length = u32::from_le_bytes(*length) as usize;
+        if length > BLOCK_BYTES_MAX.min(rest.len()) {
+            return Err(format!(
+                "expected the note of rank {rank}, got a length of {length} bytes"
+            ));
+        }
+        let (note, rest) = rest.split_at(length);
+        notes.push(note);
+        bytes = rest;
+    }
+    match bytes.len() {
+        0 => Ok(notes),
+        more => Err(format!("expected no more notes, got {more} bytes")),
+    }
+}
 
-/// Largest group: a frame header holds the length of all notes, at most `WORLD_MAX` blocks, in 32
-/// bits.
-pub(crate) const WORLD_MAX: usize = 128;
+pub(super) const NOTE_LEN_BYTES: usize = size_of::<u32>();
+
+/// Largest group; in larger ones the way along a [tree](super::tree) is shorter.
+pub(crate) const WORLD_MAX: usize = 8;
 
 #[cfg(test)]
 mod tests;

@@ -6,6 +6,7 @@ mod fault;
 mod host_stage;
 mod progress;
 mod ring;
+pub(crate) mod tree;
 
 pub(crate) use exchange::{Direction, Incoming, Pair, PairLinks, Ports};
 pub(crate) use fault::{Fault, LocalFault};

@@ -1,7 +1,7 @@
 //! Counts the bytes of one operation, and shows them while the operation waits.
 
 use crate::net::frame::OpTag;
-use crate::net::progress::{Progress, WaitPoint};
+use crate::net::progress::{FAR_MAX, Progress, WaitPoint};
 
 /// Progress of one operation, and its part that is shown. The clock is read once per wait, and
 /// nothing is shown between two waits.
@@ -61,15 +61,32 @@ impl<'a> TransferProgress<'a> {
     }
 
     pub(crate) fn wait(&mut self, op_tag: &OpTag, waits_for_next: bool) {
-        self.wait_with(op_tag, [self.received, self.sent], waits_for_next);
+        self.wait_far(op_tag, waits_for_next, Default::default());
+    }
+
+    /// `far`: members that are no neighbours in the ring, and from which something is awaited.
+    pub(super) fn wait_far(
+        &mut self,
+        op_tag: &OpTag,
+        waits_for_next: bool,
+        far: [Option<u64>; FAR_MAX],
+    ) {
+        self.wait_with(op_tag, [self.received, self.sent], waits_for_next, far);
     }
 
     /// `others`: bytes received and sent over other channels of the operation.
     pub(super) fn wait_alongside(&mut self, op_tag: &OpTag, others: [u64; 2]) {
-        self.wait_with(op_tag, [self.received + others[0], self.sent + others[1]], false);
+        let bytes = [self.received + others[0], self.sent + others[1]];
+        self.wait_with(op_tag, bytes, false, Default::default());
     }
 
-    fn wait_with(&mut self, op_tag: &OpTag, bytes: [u64; 2], waits_for_next: bool) {
+    fn wait_with(
+        &mut self,
+        op_tag: &OpTag,
+        bytes: [u64; 2],
+        waits_for_next: bool,
+        far: [Option<u64>; FAR_MAX],
+    ) {
         if !self.waits {
             let (generation, operation) = (op_tag.generation, op_tag.sequence + 1);
             let [received, sent] = if self.is_shown { bytes } else { [0; 2] };
@@ -79,6 +96,7 @@ impl<'a> TransferProgress<'a> {
                 received,
                 sent,
                 waits_for_next,
+                far,
             });
             self.waits = true;
         }

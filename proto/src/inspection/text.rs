@@ -120,11 +120,16 @@ impl Display for KernelThread {
 
 impl Display for StallReport {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let which = if self.waits_for_next { "next" } else { "previous" };
+        let which = match &self.far[..] {
+            [] if self.waits_for_next => "the next member of the ring".to_owned(),
+            [] => "the previous member of the ring".to_owned(),
+            [worker] => format!("worker {worker}"),
+            [worker, ..] => format!("worker {worker} and others"),
+        };
         write!(
             f,
-            "waits for the {which} member of the ring for {:.1} s: operation {} of generation {}, \
-             {} bytes received, {} sent",
+            "waits for {which} for {:.1} s: operation {} of generation {}, {} bytes received, {} \
+             sent",
             self.for_s, self.operation, self.generation, self.received, self.sent
         )
     }

@@ -18,8 +18,8 @@ use crate::job::{Welcome, WorkerOptions};
 use crate::limits::{
     CHECKPOINT_NAME_BYTES_MAX, DATASET_FILES_MAX, DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX,
     METRIC_NAME_BYTES_MAX, METRICS_MAX, PARAMETERS_MAX, PATH_BYTES_MAX, PHASE_US_MAX,
-    PLACE_BYTES_MAX, REPORT_BYTES_MAX, SKIPPED_LISTED_MAX, SKIPPED_TEXT_BYTES_MAX, STEPS_MAX,
-    SUMMARY_BYTES_MAX, WORKERS_MAX, clip,
+    PLACE_BYTES_MAX, REPORT_BYTES_MAX, SKIPPED_LISTED_MAX, SKIPPED_TEXT_BYTES_MAX, STALL_FAR_MAX,
+    STEPS_MAX, SUMMARY_BYTES_MAX, WORKERS_MAX, clip,
 };
 use crate::members::Members;
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
@@ -287,6 +287,11 @@ fn phases(phases: Option<v1::Phases>) -> Checked<Phases> {
 }
 
 fn stall(stall: v1::Stall) -> Checked<Stall> {
+    let mut awaited = stall.far.iter().copied().map(WorkerId);
+    let far = std::array::from_fn(|_| awaited.next());
+    if awaited.next().is_some() {
+        return Err(format!("stall.far: more than {STALL_FAR_MAX} members"));
+    }
     Ok(Stall {
         generation: generation("stall.generation", stall.generation)?,
         // These numbers are only compared, so they need no bounds.
@@ -294,6 +299,7 @@ fn stall(stall: v1::Stall) -> Checked<Stall> {
         received: stall.received,
         sent: stall.sent,
         waits_for_next: stall.waits_for_next,
+        far,
         since: Duration::from_millis(stall.for_ms),
     })
 }

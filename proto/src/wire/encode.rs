@@ -203,9 +203,10 @@ fn ledger(report: LedgerReport) -> v1::Ledger {
 }
 
 fn stall(stall: Stall) -> v1::Stall {
-    let Stall { generation, operation, received, sent, waits_for_next, since } = stall;
+    let Stall { generation, operation, received, sent, waits_for_next, far, since } = stall;
     let (generation, for_ms) = (generation.0, millis(since));
-    v1::Stall { generation, operation, received, for_ms, sent, waits_for_next }
+    let far = far.into_iter().flatten().map(|worker| worker.0).collect();
+    v1::Stall { generation, operation, received, for_ms, sent, waits_for_next, far }
 }
 
 fn phases(phases: Phases) -> v1::Phases {

@@ -137,6 +137,7 @@ fn every_message_of_a_worker_keeps_every_field() {
         received: 32,
         sent: 40,
         waits_for_next: true,
+        far: [Some(WorkerId(4)), None],
         since: Duration::from_millis(900),
     };
     let name = || "step-9".to_owned();

@@ -209,6 +209,7 @@ impl World {
             received,
             sent,
             waits_for_next: false,
+            far: [None; 2],
             since,
         })
     }

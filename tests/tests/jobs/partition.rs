@@ -17,7 +17,7 @@ const EPOCHS: u64 = 2;
 /// The master's host. The nth launch is on host n.
 const MASTER: u8 = 0;
 /// Enough for replacements.
-const HOSTS: u8 = 9;
+const HOSTS: u8 = 13;
 
 /// A job of workers on hosts of their own.
 struct PartitionedJob {
@@ -45,17 +45,18 @@ impl Default for Timeouts {
 impl PartitionedJob {
     fn start(num_workers: u32, timeouts: Timeouts) -> Self {
         // Half a minute, which no test needs.
-        Self::start_with(num_workers, timeouts, "8000")
+        Self::start_with(num_workers, timeouts, "8000", 256 << 10)
     }
 
-    /// As [`Self::start`], with this time per record, until the job is to end.
-    fn start_with(num_workers: u32, timeouts: Timeouts, micros: &str) -> Self {
+    /// As [`Self::start`], with this time per record, until the job is to end, and as many
+    /// parameters.
+    fn start_with(num_workers: u32, timeouts: Timeouts, micros: &str, parameters: u64) -> Self {
         let network = Network::new(HOSTS);
         let folder = tempfile::tempdir().unwrap();
         counting_data(&folder.path().join("data"), RECORDS, 3).unwrap();
         let script = network.on_the_launchs_host();
         let program = ["/bin/sh", "-c", &script, "sh", PROGRAMS.counting];
-        let (records, parameters) = (RECORDS.to_string(), (256 << 10).to_string());
+        let (records, parameters) = (RECORDS.to_string(), parameters.to_string());
         let hurry = folder.path().join("hurry").display().to_string();
         // Large enough for operations of several segments, so that a cut can hit any of them.
         let options =
@@ -119,6 +120,28 @@ impl PartitionedJob {
 /// Whether this worker is connected to the master.
 fn is_here(status: &Status, worker: u64) -> bool {
     status.workers.iter().any(|w| w.worker == WorkerId(worker))
+}
+
+#[test]
+#[ignore = "needs root and iproute2"]
+fn a_cut_between_members_that_only_the_tree_links_is_found_and_one_of_them_is_evicted() {
+    // Few parameters, which are summed along the tree.
+    let mut fixture = PartitionedJob::start_with(9, Timeouts::default(), "8000", RECORDS);
+    let status = fixture.job.wait_for("all members", |status| status.members().count() == 9);
+    let of_rank = |rank| {
+        let worker = status.workers.iter().find(|worker| worker.rank == Some(rank));
+        worker.expect("all nine are members").worker.0
+    };
+    // The first rank and its right child, which are no neighbours.
+    let ends = [0, 5].map(of_rank);
+    let [(_, first), (_, other)] = ends.map(|worker| fixture.place_of(worker));
+    fixture.cut(first, [other]);
+    let status = fixture.job.wait_for("a group without one of them", |status| {
+        status.members().count() >= 8 && ends.iter().any(|&id| !is_here(status, id))
+    });
+    fixture.job.wait_for("a step of it", |other| other.step > status.step);
+    let lost = fixture.end("two members cut off from each other").lost();
+    assert!(lost.len() == 1 && ends.contains(&lost[0].0), "{lost:?} of {ends:?}");
 }
 
 #[test]
@@ -212,7 +235,7 @@ fn a_worker_that_comes_back_after_its_eviction_is_fenced_and_ends() {
 #[ignore = "needs root and iproute2"]
 fn a_master_that_is_cut_off_from_all_workers_for_a_while_loses_none_of_them() {
     // A minute, so that the group trains throughout.
-    let mut fixture = PartitionedJob::start_with(4, DEFAULTS, "30000");
+    let mut fixture = PartitionedJob::start_with(4, DEFAULTS, "30000", 256 << 10);
     let generation = fixture.job.wait_for_members(4).generation;
     let before = fixture.job.workers();
     for ms in [1000, 2000, 10_000, 16_000] {

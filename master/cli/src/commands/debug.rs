@@ -34,7 +34,8 @@ JSON (keys are stable; null for values that do not apply or are not known):
                         [{ago_s, count, from_master, kind}], report, process}; address: where the
                         others reach it; heard_s: seconds since its last message
   workers[].report      {activity: {what, step, for_s}, stall: {generation, operation, received,
-                        sent, waits_for_next, for_s}, storage, threads, omitted, links}, or null
+                        sent, waits_for_next, far, for_s}, storage, threads, omitted, links}, or
+                        null; far: members besides its neighbours for which it waits
   report.threads[]      {name, tid, state, waits_in, frames, python}: the innermost frame first
   report.links[]        {local, peer, to_master, sent_bytes, received_bytes, sent_bytes_per_s,
                         received_bytes_per_s, sent_ago_s, received_ago_s}

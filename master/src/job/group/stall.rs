@@ -92,6 +92,7 @@ impl Group {
                 }
             }
         }
+        suspects.extend(far_suspects(waiting));
         suspects
     }
 
@@ -125,6 +126,25 @@ impl Group {
     }
 }
 
+/// Links beside those of the ring that have lost data. The two ends of such a link never wait for
+/// each other, nor does one wait for another that is in a later operation: it has sent first.
+fn far_suspects(waiting: &BTreeMap<WorkerId, Stall>) -> impl Iterator<Item = Suspect> + '_ {
+    let awaited = |stall: &Stall| stall.far.into_iter().flatten();
+    waiting.iter().flat_map(move |(&to, receiver)| {
+        awaited(receiver).filter_map(move |from| {
+            let sender = waiting.get(&from)?;
+            let position = |stall: &Stall| (stall.generation, stall.operation);
+            let keeps = match position(sender).cmp(&position(receiver)) {
+                Ordering::Less => false,
+                // Both name the link, which counts once.
+                Ordering::Equal => from < to && awaited(sender).any(|other| other == to),
+                Ordering::Greater => true,
+            };
+            keeps.then_some((from, to))
+        })
+    })
+}
+
 /// Whether bytes are in flight between a worker and its next one, `receiver`.
 fn has_more_on_the_way(sender: &Stall, receiver: &Stall) -> bool {
     if sender.generation != receiver.generation {
@@ -134,7 +154,7 @@ fn has_more_on_the_way(sender: &Stall, receiver: &Stall) -> bool {
         // A worker in a later operation has received all that it needed, and has sent what the
         // others need.
         Ordering::Less => sender.waits_for_next,
-        Ordering::Greater => !receiver.waits_for_next,
+        Ordering::Greater => !receiver.waits_for_next && receiver.far == [None; 2],
         // A worker that waits before the first operation has dialled.
         Ordering::Equal => sender.operation == 0 || sender.sent > receiver.received,
     }
@@ -154,6 +174,7 @@ mod tests {
             received,
             sent,
             waits_for_next,
+            far: [None; 2],
             since: Duration::ZERO,
         };
         // Of 100 bytes that were sent, 60 have come; or all have, and of 40 that were sent back

@@ -48,6 +48,7 @@ fn pass(job: &mut Job, (from, until): (u64, u64), workers: &[u64], waiting: &[(u
                 received: 0,
                 sent: 0,
                 waits_for_next: false,
+                far: [None; 2],
                 since: Duration::from_millis(ms.saturating_sub(since)),
             });
             let heartbeat = Heartbeat { stall, holds_state: false, usage: None };
@@ -303,6 +304,7 @@ fn an_only_member_that_stands_still_at_links_of_an_earlier_generation_is_evicted
                 received: 0,
                 sent: 0,
                 waits_for_next: false,
+                far: [None; 2],
                 since: Duration::from_millis(ms),
             };
             let heartbeat = Heartbeat { stall: Some(stall), holds_state: false, usage: None };

@@ -39,6 +39,7 @@ fn pass_waiting(job: &mut Job, from: u64, until: u64, beating: &[u64], stopped: 
                 received: 0,
                 sent: 0,
                 waits_for_next: false,
+                far: [None; 2],
                 since: Duration::from_millis(ms - since),
             });
             job.handle(

@@ -75,6 +75,7 @@ impl World {
                 received,
                 sent,
                 waits_for_next: false,
+                far: [None; 2],
                 since: self.now.since(from),
             });
             self.job.handle(

@@ -49,8 +49,13 @@ pub(super) fn heartbeat(job: &mut Job, ms: u64, worker: u64, waits: Option<(Wait
         received,
         sent,
         waits_for_next: false,
+        far: [None; 2],
         since: Duration::from_millis(since),
     });
+    beat(job, ms, worker, stall);
+}
+
+fn beat(job: &mut Job, ms: u64, worker: u64, stall: Option<Stall>) {
     job.handle(
         at(ms),
         Event::Message {
@@ -102,6 +107,33 @@ fn a_member_partitioned_from_both_neighbours_is_evicted_when_all_have_waited_for
     assert_eq!((record.cause, record.lost), (Cause::Hung, vec![WorkerId(3)]));
     job.handle(at(1200), Event::ProcessEnded { launch: LaunchId(3), exit: Exit::Signal(9) });
     assert!(actions(&mut job).contains(&launch_at(5, 2)), "another takes its place");
+}
+
+/// As [`pass`], with each worker's operation and the far member for which it waits.
+fn pass_far(job: &mut Job, beats: [(u64, u64, Option<u64>); 4]) {
+    let (from, until) = (100, 1100);
+    for ms in (from..=until).step_by(50) {
+        for (worker, operation, far) in beats.into_iter().filter(|_| ms % 100 == 0) {
+            let since = Duration::from_millis(ms - from);
+            let (generation, far) = (Generation(1), [far.map(WorkerId), None]);
+            let (received, sent, waits_for_next) = (100, 100, false);
+            let stall = Stall { generation, operation, received, sent, waits_for_next, far, since };
+            beat(job, ms, worker, Some(stall));
+        }
+        job.handle_timeout(at(ms));
+    }
+}
+
+#[test]
+fn a_link_beside_the_ring_that_loses_data_is_one_whose_ends_wait_for_each_other() {
+    // The sum of 3 does not reach 1, for which 2 and 4 wait.
+    let mut job = watched();
+    pass_far(&mut job, [(1, 9, Some(3)), (2, 9, None), (3, 9, Some(1)), (4, 9, None)]);
+    assert_eq!(outcome(&mut job), (vec![3], Some((vec![1, 2, 4], true))));
+    // The total of 4 does not reach 2: the others wait in the next operation.
+    let mut job = watched();
+    pass_far(&mut job, [(1, 10, None), (2, 9, Some(4)), (3, 10, None), (4, 10, None)]);
+    assert_eq!(outcome(&mut job).0, vec![4]);
 }
 
 #[test]
