@@ -106,12 +106,29 @@ impl Bench {
         let rest_steps = disturbed.rest_steps;
         let mut bench = Self { job, logs, workers, spares, rest_steps, rng, network };
         bench.wait_whole()?;
-        while bench.step() < disturbed.first_steps {
-            let step = bench.step();
-            bench.wait_for("the first steps", |bench| bench.step() > step)?;
-        }
+        bench.run_steps(disturbed.first_steps.saturating_sub(bench.step()))?;
         bench.settle()?;
         Ok(bench)
+    }
+
+    /// Waits until the group has made this many more steps.
+    pub fn run_steps(&mut self, steps: u64) -> Result<(), Box<dyn Error>> {
+        let until = self.step() + steps;
+        while self.step() < until {
+            let step = self.step();
+            self.wait_for("more steps", |bench| bench.step() > step)?;
+        }
+        Ok(())
+    }
+
+    /// The master's process.
+    pub fn master(&self) -> u32 {
+        self.job.pid()
+    }
+
+    /// The processes of the living workers.
+    pub fn pids(&self) -> Vec<u32> {
+        self.logs.living().map(|log| log.pid).collect()
     }
 
     /// Waits until the wanted number of workers contributes and no others are left, and then until
@@ -206,7 +223,8 @@ impl Bench {
         Ok(DisturbedEnded { summary: ended.summary().clone(), logs: self.logs, last })
     }
 
-    fn step(&self) -> u64 {
+    /// Number of steps that any worker has committed.
+    pub fn step(&self) -> u64 {
         let last = self.logs.all.values().filter_map(|log| log.commits.last());
         last.map(|(_, commit)| commit.step + 1).max().unwrap_or(0)
     }
@@ -221,7 +239,8 @@ impl Bench {
             if !self.job.is_running() || Instant::now() >= deadline {
                 return Err(format!("no sign of {what}: {:?}", self.job.try_status()).into());
             }
-            std::thread::sleep(POLL_INTERVAL);
+            // So that the work of looking does not grow with the workers.
+            std::thread::sleep(POLL_INTERVAL * (self.workers / WORKERS_AT_ONCE + 1) as u32);
         }
     }
 }
@@ -272,7 +291,8 @@ pub const RECORDS_PER_WORKER: u32 = 8;
 /// Minimum time between the end of one event and the next one.
 const REST: Duration = Duration::from_millis(400);
 const REST_VARIES: Duration = Duration::from_millis(100);
-/// Interval at which the event logs are read.
+/// Interval at which the event logs of so many workers are read.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
+const WORKERS_AT_ONCE: usize = 64;
 /// Limit of all waits.
 const TIMEOUT: Duration = Duration::from_secs(180);

@@ -97,15 +97,22 @@ struct Event {
     victim: Option<u32>,
 }
 
-/// Starts a job in `folder` and disturbs it `count` times, each time when it is complete and at
-/// rest.
+/// Starts a job in `folder` and [disturbs](disturb_running) it.
 pub fn disturb(
     job: &DisturbedJob,
     (kind, count): (Kind, u32),
     folder: &Path,
 ) -> Result<Measured, Box<dyn Error>> {
     let launches = job.workers + count + LAUNCHES_SPARE;
-    let mut bench = Bench::start(job, folder, kind.needs_hosts().then_some(launches))?;
+    let bench = Bench::start(job, folder, kind.needs_hosts().then_some(launches))?;
+    disturb_running(bench, (kind, count))
+}
+
+/// Disturbs a job `count` times, each time when it is complete and at rest, and stops it.
+pub fn disturb_running(
+    mut bench: Bench,
+    (kind, count): (Kind, u32),
+) -> Result<Measured, Box<dyn Error>> {
     let mut events = Vec::new();
     for _ in 0..count {
         events.push(cause(&mut bench, kind)?);

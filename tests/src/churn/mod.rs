@@ -7,4 +7,4 @@ mod events;
 
 pub use bench::{Bench, DisturbedEnded, DisturbedJob, RECORDS_PER_WORKER, hang_file};
 pub use event_log::{Commit, EventLog, EventLogs, EventWriter, LogEntry, now};
-pub use events::{Kind, Measured, disturb};
+pub use events::{Kind, Measured, disturb, disturb_running};
