@@ -35,7 +35,7 @@ use tracing::{info, warn};
 
 use self::activity::Activity;
 pub use self::activity::processes_of_group;
-use self::hosts::{Place, Places};
+use self::hosts::{Host, Place, Places};
 pub use self::launcher::{Launcher, env_of_slot, share_of_cores};
 use self::oom::OomKills;
 use crate::backend_event::BackendEvent;
@@ -223,6 +223,8 @@ async fn supervise(
         ProgramSource::Copy(_) => Some("the job's own copy of the program"),
         ProgramSource::Replaced => Some("another program than the first launch"),
     };
+    // On another host the program is not known to have changed.
+    let from = from.filter(|_| place.is_none());
     if let Some(from) = from.filter(|_| !flags.change_reported.swap(true, Ordering::Relaxed)) {
         let text = format!("started from {from}, as {program} has changed since the job began");
         notify(BackendEvent::Noted(text));
@@ -280,11 +282,20 @@ async fn supervise(
         // Waiting for a child fails only if other code in this process has reaped it.
         Err(error) => Exit::NotStarted(format!("its end was not seen: {error}")),
     };
+    let lost = launcher.hosts.as_ref().zip(place).filter(|_| exit == Exit::Code(CONNECTION_LOST));
+    let exit = match lost {
+        Some((hosts, place)) => {
+            let Host { name, .. } = &hosts.hosts[place.host];
+            notify(BackendEvent::Explained(format!("the connection to {name} failed or ended")));
+            Exit::Unknown
+        }
+        None => exit,
+    };
     info!(launch = launch.0, ?exit, "worker process ended");
     if matches!(exit, Exit::Signal(_)) && place.is_none() && flags.oom_kills.take_one() {
         notify(BackendEvent::Explained("killed by the system, as memory ran out".into()));
     }
-    let output_tail = matches!(exit, Exit::Code(_) | Exit::Signal(_))
+    let output_tail = (lost.is_some() || matches!(exit, Exit::Code(_) | Exit::Signal(_)))
         .then(|| log::last_lines(&log_path))
         .flatten();
     ProcessExit { launch, exit, output_tail }
@@ -444,6 +455,8 @@ fn exit_of(status: ExitStatus) -> Exit {
     }
 }
 
+/// What ssh exits with if the connection fails or ends: that is no failure of the program.
+const CONNECTION_LOST: i32 = 255;
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a killed process takes to die if nothing holds it.
 const DEATH_MAX: Duration = Duration::from_secs(1);

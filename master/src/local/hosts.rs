@@ -61,6 +61,7 @@ impl Hosts {
     /// A message that names the line, and what it should be.
     pub fn parse(text: &str) -> Result<Vec<Host>, String> {
         let mut hosts: Vec<Host> = Vec::new();
+        let text = text.trim_start_matches('\u{feff}');
         for (number, line) in (1..).zip(text.lines()) {
             let line = line.split('#').next().unwrap_or_default();
             let mut words = line.split_whitespace();
@@ -69,7 +70,9 @@ impl Hosts {
                 format!("line {number}: {wrong}; a line is HOST or HOST slots=N, such as `node1`")
             };
             // The command would take it for an option.
-            if name.starts_with('-') || name.contains('=') {
+            let is_option = name.starts_with('-') || name.contains('=');
+            let slots = name.split_once(':').filter(|(_, slots)| slots.parse::<u32>().is_ok());
+            if is_option || slots.is_some() || name.contains(|c| SHELL.contains(c)) {
                 return Err(of_line(format!("`{name}` is no name of a host")));
             }
             let mut slots = 1;
@@ -153,6 +156,8 @@ impl Places {
     }
 }
 
+/// What a shell on a host would take for more than a name.
+pub const SHELL: &str = " \t\n\"'`$&|;<>()*?!\\~#{}";
 /// More slots would be a mistake.
 const SLOTS_MAX: u32 = 1024;
 /// Of the part of a host's slots that is filled.
@@ -166,7 +171,8 @@ mod tests {
 
     #[test]
     fn a_list_of_hosts_is_read_and_its_errors_name_the_line() {
-        let hosts = Hosts::parse("# rack 1\nnode1\n\nuser@10.0.0.7 slots=4  # big\n").unwrap();
+        let hosts =
+            Hosts::parse("\u{feff}# rack 1\r\nnode1\n\nuser@10.0.0.7 slots=4  # big\n").unwrap();
         let host = |name: &str, slots| Host { name: name.into(), slots };
         assert_eq!(hosts, [host("node1", 1), host("user@10.0.0.7", 4)]);
         for (bad, wrong) in [
@@ -175,6 +181,8 @@ mod tests {
             ("a\na", "line 2: a is there twice"),
             ("-oProxyCommand=x", "line 1: `-oProxyCommand=x` is no name"),
             ("slots=3", "line 1: `slots=3` is no name"),
+            ("a\nb:4", "line 2: `b:4` is no name of a host; a line is HOST or HOST slots=N"),
+            ("a;reboot", "line 1: `a;reboot` is no name"),
             ("# none", "names no host"),
         ] {
             let error = Hosts::parse(bad).unwrap_err();

@@ -145,16 +145,19 @@ fn workers_end_with_their_connection_and_no_argument_tells_the_token() {
     }
     let before = job.workers();
     // All connections at once, as when the network of this machine fails.
-    let clients = children_of(job.pid());
-    assert_eq!(clients.len(), 2);
-    clients.into_iter().for_each(|client| send(client, Signal::KILL));
+    let sessions = children_of(sshd.child.id());
+    assert_eq!(sessions.len(), 2);
+    sessions.into_iter().for_each(|session| send(session, Signal::KILL));
     for pid in before.values() {
         assert_end(&[*pid], Duration::from_secs(60));
     }
     let gone: Vec<_> = before.keys().copied().collect();
     job.wait_for_members_without(2, &gone);
     job.hurry();
-    job.wait().assert_exact("all connections were lost");
+    let ended = job.wait();
+    ended.assert_exact("all connections were lost");
+    let lost = "the connection to 127.0.0.1 failed or ended";
+    assert!(ended.output.contains(lost) && !ended.output.contains("(failure "), "{}", ended.output);
 }
 
 #[test]

@@ -31,7 +31,7 @@ impl Session {
         let first = if donor_is_member { Some(self.fetch.donor()) } else { None };
         if !donor_is_member {
             self.forget_state();
-            self.fetch.interrupted = false;
+            (self.fetch.interrupted, self.fetch.broken) = (false, false);
             self.fetch.interruptions = 0;
         }
         self.fetch = Fetch { donors: donors.into(), ..std::mem::take(&mut self.fetch) };
@@ -111,7 +111,7 @@ impl Session {
     /// The donor sends its state from the start, which overwrites everything fetched before.
     pub fn fetch_begins(&mut self) {
         self.forget_state();
-        self.fetch.interrupted = false;
+        (self.fetch.interrupted, self.fetch.broken) = (false, false);
     }
 
     /// The donor is unreachable, silent, sent invalid data, or has dropped this worker as too slow.
@@ -125,10 +125,13 @@ impl Session {
             self.fetch.broken = true;
             return self.leave_fetch();
         }
-        if self.fetch.generation.is_some() {
-            self.fetch.lost += 1;
+        if self.fetch.reported && self.fetch.generation.is_some() {
+            // All members may be lost. What this worker has is kept until another donor begins.
+            self.fetch.broken = true;
+        } else {
+            self.fetch.lost += u32::from(self.fetch.generation.is_some());
+            self.forget_state();
         }
-        self.forget_state();
         self.fetch.interrupted = false;
         self.fetch.interruptions = 0;
         self.fetch.donors.rotate_left(1);
@@ -381,6 +384,26 @@ mod tests {
         // Without a complete state there is nothing to wait for.
         session.handle_membership(membership(3, &[2, 3, 9], true));
         assert_eq!(brings(&mut session, 3), None);
+    }
+
+    #[test]
+    fn one_that_has_caught_up_keeps_its_state_until_another_donor_begins() {
+        for (generation, brought) in [(2, Some(4)), (3, None)] {
+            let mut session = joiner();
+            session.caught_up();
+            for donor in [2, 1, 2, 1] {
+                session.fetch_broke();
+                let step = session.step();
+                assert_eq!((step, session.poll()), (4, Task::Fetch(WorkerId(donor), at(donor).1)));
+            }
+            session.handle_membership(membership(generation, &[9, 10], true));
+            assert_eq!(brings(&mut session, generation), brought);
+        }
+        let mut session = joiner();
+        session.caught_up();
+        session.fetch_broke();
+        session.fetch_begins();
+        assert_eq!(session.step(), 0);
     }
 
     #[test]

@@ -24,15 +24,18 @@ pub(crate) struct JobOptions {
     /// --num-workers is the number of all slots by default. After a worker has failed to start,
     /// other hosts are preferred for a minute. On each host, `elasticdl`, PROGRAM and the data have
     /// the same paths as here, as on a shared file system; the working directory is this one.
-    /// Checkpoints and models belong in a folder that all hosts share, or in an object store.
+    /// --checkpoint-dir, which is needed, and models belong in a folder that all hosts share, or in
+    /// an object store. A worker whose connection is lost does not count as a failure. PROGRAM must
+    /// stay as it is while the job runs: the hosts have no copy.
     #[arg(long, value_name = "FILE", conflicts_with = "image", value_parser = parse_hosts)]
     pub(crate) hosts: Option<HostList>,
 
     /// Command that runs its arguments on a host, whose name replaces `{host}`.
     ///
-    /// Under Slurm: `srun --overlap --nodes=1 --ntasks=1 --nodelist={host}`, and `scontrol show
-    /// hostnames` prints the file for --hosts. To set variables of the workers, append
-    /// `env NAME=VALUE`. The job's token is not among the arguments.
+    /// It is split at spaces; the path of this `elasticdl` is appended. Under Slurm:
+    /// `srun --overlap --nodes=1 --ntasks=1 --nodelist={host}`, and `scontrol show hostnames`
+    /// prints the file for --hosts. To set variables of the workers, append `env NAME=VALUE`. The
+    /// job's token is not among the arguments.
     #[arg(long, value_name = "COMMAND", requires = "hosts", default_value = HOST_COMMAND)]
     pub(crate) host_command: String,
 
@@ -96,15 +99,15 @@ pub(crate) struct JobOptions {
     pub(crate) replace: bool,
 
     /// Address of this machine on which the master listens, for workers and for other commands.
+    /// [default: 127.0.0.1]
     ///
     /// With --hosts the default is the address from which this machine reaches the first of them.
     /// Workers that PROGRAM starts elsewhere (in a container, in a network namespace) must be able
     /// to reach it. Each of them uses its own address on the route to the master. The system
     /// chooses the port. On an address that is not loopback, the master uses TLS, with a
     /// certificate from the job's directory.
-    #[arg(long, value_name = "IP", default_value = "127.0.0.1",
-          value_parser = values::parse_listen)]
-    pub(crate) listen: IpAddr,
+    #[arg(long, value_name = "IP", value_parser = values::parse_listen)]
+    pub(crate) listen: Option<IpAddr>,
 
     #[command(flatten)]
     pub(crate) help: HelpOptions,

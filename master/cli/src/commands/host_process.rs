@@ -37,7 +37,9 @@ pub(super) fn run() -> Result<u8, Failure> {
     end_others();
     let ended = ended.map_err(cannot(&format!("wait for {program}")))?;
     let signal = ended.signal().and_then(|signal| u8::try_from(signal).ok());
-    Ok(signal.map_or_else(|| ended.code().unwrap_or(1) as u8, |signal| 128 + signal))
+    // ssh's own code means that the connection was lost.
+    let code = || (ended.code().unwrap_or(1) as u8).min(CODE_MAX);
+    Ok(signal.map_or_else(code, |signal| 128 + signal))
 }
 
 fn start(launch: HostLaunch, scratch: &Scratch) -> io::Result<Child> {
@@ -87,6 +89,7 @@ fn end_others() {
     }
 }
 
+const CODE_MAX: u8 = 254;
 /// More is no launch.
 const LAUNCH_BYTES_MAX: u64 = 16 << 20;
 /// Names of the folders with a worker's token begin with this.

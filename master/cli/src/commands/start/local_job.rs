@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use elasticdl_master::job::{JobSpec, Work};
 use elasticdl_master::jobdir::{self, EarlierJob, earlier_job, quoted};
-use elasticdl_master::local::hosts::{HOST, Host, Hosts};
+use elasticdl_master::local::hosts::{HOST, Host, Hosts, SHELL};
 use rustix::fs::Access;
 
 use super::background::name_of;
@@ -69,11 +69,12 @@ impl LocalJob {
         spec.policies.starts_together = true;
         let args = program_args.to_vec();
         let StartRequest { mut job, work, workers, output, .. } = request;
+        let mut listen = job.listen.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST));
         let hosts = job.hosts.take().map(|list| hosts_of(list.0, &job.host_command)).transpose()?;
         if let Some(hosts) = &hosts {
             check_storage(&work)?;
-            if job.listen.is_loopback() {
-                job.listen = address_towards(&hosts.hosts[0].name)?;
+            if job.listen.is_none() {
+                listen = address_towards(&hosts.hosts[0].name)?;
             }
         }
         let job_dir = job.job_dir.unwrap_or_else(|| jobdir::default_root().join(&spec.name));
@@ -82,10 +83,10 @@ impl LocalJob {
             program,
             args,
             job_dir,
-            listen: job.listen,
+            listen,
             console: output.console(),
             summary: output.summary,
-            metrics: output.metrics_port.map(|port| SocketAddr::new(job.listen, port)),
+            metrics: output.metrics_port.map(|port| SocketAddr::new(listen, port)),
             dashboard: output
                 .dashboard_port
                 .unwrap_or(DashboardPort::Port(0))
@@ -142,6 +143,13 @@ fn hosts_of(hosts: Vec<Host>, command: &str) -> Result<Hosts, Failure> {
     find_program(OsStr::new(&command[0]))
         .map_err(|failure| Failure::usage(format!("--host-command: {}", failure.text)))?;
     let own = std::env::current_exe().map_err(cannot("learn the path of this command"))?;
+    if own.to_str().is_none_or(|own| own.contains(|c| SHELL.contains(c))) {
+        return Err(Failure::usage(format!(
+            "--hosts: the path of this command, {}, has characters that a shell on a host would \
+             take apart; put it elsewhere",
+            own.display()
+        )));
+    }
     let folder = std::env::current_dir().map_err(cannot("learn the current directory"))?;
     Ok(Hosts { hosts, command, elasticdl: own.into(), folder: folder.into() })
 }
