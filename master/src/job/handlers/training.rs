@@ -7,7 +7,7 @@ use crate::job::event::{Committed, Finished, LedgerReport, Phases};
 use crate::job::job::Job;
 use crate::job::lifecycle::removal::FAILED_GRACE;
 use crate::job::reporting::epochs::EpochsDone;
-use crate::job::text::clip;
+use crate::job::text::{clip, counted};
 use crate::job::time::Time;
 use crate::job::workers::straggler::straggler_limit_us;
 use crate::job::workers::table::launch_of;
@@ -37,6 +37,15 @@ impl Job {
         }
         // A loss at the first steps is none that the reports tell.
         self.reporting.regain_rows(0);
+        let repeated = self.data.step().saturating_sub(step);
+        if step > 0 && repeated > 0 && !self.group.is_restored() {
+            self.log_event(format!(
+                "the group goes on from step {step}; {} after it, which only workers that are lost \
+                 have made, {} repeated",
+                counted(repeated, "step"),
+                if repeated == 1 { "is" } else { "are" }
+            ));
+        }
         self.data.set_step(step);
         self.group.note_progress(now);
         if self.group.form() && !self.lifecycle.had_formed() {

@@ -3,7 +3,9 @@
 use elasticdl_proto::{Generation, WorkerId, WorkerOptions};
 
 use super::super::*;
-use super::directed::{actions, at, connect, deliver, formed, launch_at, lose, memberships};
+use super::directed::{
+    actions, at, committed, connect, deliver, formed, launch_at, lose, memberships,
+};
 use super::stall::heartbeat;
 use crate::job::testing::{dataset, spec};
 
@@ -129,4 +131,23 @@ fn if_all_members_are_lost_a_spare_that_has_the_state_goes_on_before_one_that_la
     caught_up(&mut job, 3..=3);
     lose(&mut job, 5, 1);
     assert_eq!(members(&mut job), Some((Generation(2), vec![3])));
+}
+
+#[test]
+fn a_spare_that_goes_on_alone_from_an_earlier_step_is_no_secret() {
+    for (step, said) in [(2, 0), (1, 1)] {
+        let mut job = formed_of(1, 1, 0);
+        deliver(&mut job, 1, formed(1, 0, &[]));
+        deliver(&mut job, 1, committed(1, 1, &[(0, 10)]));
+        deliver(&mut job, 1, committed(1, 2, &[(10, 20)]));
+        caught_up(&mut job, 2..=2);
+        lose(&mut job, 5, 1);
+        assert_eq!(members(&mut job), Some((Generation(2), vec![2])));
+        deliver(&mut job, 2, formed(2, step, &[(0, 10 * step)]));
+        let events = job.status(at(6)).events;
+        let text =
+            "goes on from step 1; 1 step after it, which only workers that are lost have made";
+        let found = events.iter().filter(|event| event.contains(text)).count();
+        assert_eq!(found, said, "{events:?}");
+    }
 }
