@@ -135,7 +135,7 @@ impl Launcher {
         command.envs(env_of_slot(index, self.threads)).spawn()
     }
 
-    /// What the host of a worker is told.
+    /// What the host of a worker reads from its input.
     pub(super) fn host_launch(
         &self,
         launch: LaunchId,
