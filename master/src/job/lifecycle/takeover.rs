@@ -121,7 +121,10 @@ impl Job {
             let state = match l.worker {
                 Some(_) if is_gone => LaunchState::Forgotten,
                 Some(_) => LaunchState::Disconnected(disconnected),
-                None if l.found && !is_gone => LaunchState::Unconfirmed(disconnected),
+                // The writer may have known a member only by the membership of another.
+                None if (l.found || disconnected.rank.is_some()) && !is_gone => {
+                    LaunchState::Unconfirmed(disconnected)
+                }
                 None => LaunchState::Starting,
             };
             let slot_use = SlotUse::restored(l.leaving || is_gone, l.retired);

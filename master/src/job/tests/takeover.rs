@@ -350,9 +350,14 @@ fn a_worker_that_has_joined_since_the_outdated_record_of_a_local_master_stays() 
     record.note_outdated(LaunchId(2));
     let mut job = Job::restore(record, at(1000)).unwrap();
     let second = membership(2, &[1, 2], false);
-    reconnect_with(&mut job, 1010, 2, Some(second.clone()));
-    reconnect_with(&mut job, 1010, 1, Some(second));
-    assert_eq!(actions(&mut job), [admit(2), admit(1)]);
+    reconnect_with(&mut job, 1010, 1, Some(second.clone()));
+    // It stays too if that master dies as well, having heard of it by another member.
+    let mut third = next_master(&job, 2000);
+    for (job, ms, left) in [(&mut job, 1010, &[2][..]), (&mut third, 2010, &[1, 2])] {
+        actions(job);
+        left.iter().for_each(|&i| reconnect_with(job, ms, i, Some(second.clone())));
+        assert_eq!(actions(job), left.iter().map(|&i| admit(i)).collect::<Vec<_>>());
+    }
 }
 
 #[test]
