@@ -111,8 +111,28 @@ work = dist.all_reduce(strided, async_op=True)
 work.wait()
 assert work.get_future().done()
 check(strided.contiguous(), torch.full((4, 3), float(sum(range(size)))))
+for grads, scale in ((torch.ones(3, dtype=torch.float64), 1.0), (torch.ones(2, 3).t(), 0.5)):
+    # With a graph, as a backend sees parameters; and with a factor.
+    grads.requires_grad_()
+    dist.all_reduce(grads, op=dist._make_nccl_premul_sum(scale))
+    check(grads.detach(), torch.full_like(grads, size * scale).detach())
+flags = torch.tensor([rank == 0, False, True])
+dist.broadcast(flags, 0)
+check(flags, torch.tensor([True, False, True]))
+flags = [torch.empty(1, dtype=torch.bool) for _ in range(size)]
+dist.all_gather(flags, torch.tensor([rank == 1]))
+check(torch.cat(flags), torch.arange(size) == 1)
 empty = torch.empty(0)
 dist.all_reduce(empty)
+dist.broadcast(empty, 1)
+dist.all_gather([empty] * size, empty)
+dist.reduce_scatter(torch.empty(0), [empty] * size)
+dist.all_to_all_single(torch.empty(0, 3), torch.empty(0, 3))
+several = [torch.full((3,), float(rank)), torch.full((2, 2), rank)]
+with dist._coalescing_manager():
+    for tensor in several:
+        dist.all_reduce(tensor)
+check(several[1], torch.full((2, 2), sum(range(size))))
 # Without torch.distributed, and by DLPack.
 ring = elasticdl.Ring("127.0.0.1")
 addresses = [None] * size
@@ -142,6 +162,14 @@ dist.broadcast_object_list(shared, 0)
 assert shared == [0]
 dist.barrier()
 
+mesh = dist.init_device_mesh("cuda", (1, size), mesh_dim_names=("outer", "inner"))
+for group in dist.group.WORLD, mesh["inner"].get_group():
+    # One for tensors of both devices.
+    backends = {group._get_backend(torch.device(name)) for name in ("cpu", "cuda")}
+    assert [backend.name() for backend in backends] == ["elasticdl"], backends
+parts = [torch.empty(2) for _ in range(size)]
+dist.all_gather(parts, torch.full((2,), float(rank)), group=mesh["inner"].get_group())
+check(torch.cat(parts), torch.arange(float(size)).repeat_interleave(2))
 pair = dist.new_group([0, 1])
 if rank < 2:
     both = torch.ones(3)
@@ -162,10 +190,13 @@ for wrong, expected in (
 if os.environ.get("KILL") == str(rank):
     os.kill(os.getpid(), signal.SIGKILL)
 if "KILL" in os.environ:
+    values = torch.full((10_000,), float(rank))
     try:
         for _ in range(3):
-            dist.all_reduce(torch.ones(100))
+            before = values.clone()
+            dist.all_reduce(values, op=dist.ReduceOp.AVG)
     except RuntimeError as error:
+        check(values, before)
         print("lost:", error)
     else:
         raise AssertionError("a rank was killed, and the others notice nothing")

@@ -8,10 +8,11 @@ each other. What a stream has seen of the others is known by vector clocks.
 import contextlib
 import itertools
 import threading
+import types
 from collections import defaultdict
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 
@@ -35,6 +36,11 @@ class Stream:
         for handle, count in other.seen.items():
             self.seen[handle] = max(self.seen[handle], count)
 
+    def record_event(self):
+        return types.SimpleNamespace(seen=dict(self.seen))
+
+    wait_event = wait_stream
+
     def synchronize(self):
         for stream in list(Stream.known.values()):
             stream.wait_stream(self)
@@ -45,7 +51,13 @@ class Checked(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if any(map(is_traceable_wrapper_subclass, tree_leaves((args, kwargs)))):
+            # A tensor that consists of others, which this will see.
+            return NotImplemented
         result = function(*args, **kwargs)
+        if "c10d" in function.namespace:
+            # Not work on this stream.
+            return result
         read, written = [], []
         for at, argument in enumerate(function._schema.arguments):
             value = args[at] if at < len(args) else kwargs.get(argument.name)
@@ -77,7 +89,8 @@ def enqueue(stream, what, read=(), written=()):
 
 
 def tensors_in(value):
-    return [leaf for leaf in tree_leaves(value) if torch.is_tensor(leaf)]
+    tensors = [leaf for leaf in tree_leaves(value) if torch.is_tensor(leaf)]
+    return [tensor for tensor in tensors if tensor.layout == torch.strided]
 
 
 def memory_of(tensor):

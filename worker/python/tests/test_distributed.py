@@ -15,6 +15,9 @@ import torch
 from jobs import HERE
 
 
+FAKE_CUDA = HERE / "on_fake_cuda.py"
+
+
 def run_ranks(size, *program, **variables):
     """Runs a program as each rank of a group. Returns exit codes, outputs and errors."""
     with socket.socket() as probe:
@@ -44,13 +47,23 @@ def run_ranks(size, *program, **variables):
 class Backend(unittest.TestCase):
     """Groups of processes."""
 
-    def test_every_collective_gives_the_defined_result(self):
-        for size in 2, 3:
-            for rank, (code, output, error) in enumerate(run_ranks(size, HERE / "collectives.py")):
-                self.assertEqual((code, output), (0, f"passed {rank}\n"), error)
+    def check_every_collective(self, size, *program, **variables):
+        ended = run_ranks(size, *program, HERE / "collectives.py", **variables)
+        for rank, (code, output, error) in enumerate(ended):
+            self.assertEqual((code, output), (0, f"passed {rank}\n"), error)
 
-    def test_a_lost_rank_ends_the_operations_of_the_others(self):
-        ended = run_ranks(3, HERE / "collectives.py", KILL="1")
+    def test_every_collective_gives_the_defined_result(self):
+        self.check_every_collective(3)
+
+    def test_every_collective_gives_the_defined_result_for_tensors_on_gpus(self):
+        self.check_every_collective(3, FAKE_CUDA)
+
+    def test_every_collective_gives_the_defined_result_for_tensors_on_some_device(self):
+        self.check_every_collective(2, FAKE_CUDA, FAKE_CUDA="some")
+
+    def test_a_lost_rank_ends_the_operations_of_the_others_and_changes_no_tensor(self):
+        # On the host, regroup.py tests this.
+        ended = run_ranks(3, FAKE_CUDA, HERE / "collectives.py", KILL="1")
         self.assertEqual([code for code, *_ in ended], [0, -9, 0], ended)
         for _, output, _ in ended[::2]:
             self.assertTrue(output.startswith("lost: "), output)

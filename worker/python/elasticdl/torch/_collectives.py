@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ReduceOp
 
+from ._devices import OnHost
+
 
 class Collectives:
     """Operations on the ring of a rank, one after the other, in a thread of their own.
 
-    A class that has them has the attributes ``_ring``, ``_limit`` (seconds) and
+    A class that has them has the attributes ``_ring``, ``_limit`` (seconds), ``_devices`` and
     ``_point_to_point``, and the methods ``rank()`` and ``size()``.
     """
 
@@ -19,10 +21,17 @@ class Collectives:
 
     def allreduce(self, tensors, opts):
         """Reduces each tensor over all ranks, in place."""
-        if _kind(opts.reduceOp) == ReduceOp.SUM and len(tensors) == 1 and _is_plain(tensors[0]):
+        device = self._devices.of(tensors)
+        if _kind(opts.reduceOp) == ReduceOp.SUM and _is_one_plain(device, tensors):
             begin = functools.partial(self._ring.begin_all_reduce, _memory(tensors[0], "f"))
-            return self._submit(opts, tensors, begin)
-        return self._call(opts, tensors, lambda: self._reduce_all(tensors, opts.reduceOp))
+            return self._submit(opts, device, tensors, begin)
+
+        def act(_, tensors):
+            for tensor in tensors:
+                _check(tensor)
+                self._reduce(tensor, opts.reduceOp)
+
+        return self._call(opts, tensors, tensors, act)
 
     def allreduce_coalesced(self, tensors, opts):
         """As :meth:`allreduce`."""
@@ -31,92 +40,89 @@ class Collectives:
     def reduce(self, tensors, opts):
         """Reduces each tensor over all ranks to that of the root."""
 
-        def act():
+        def act(tensors, outputs):
             results = [tensor.clone() for tensor in tensors]
-            self._reduce_all(results, opts.reduceOp)
-            if self.rank() == opts.rootRank:
-                _copy_all(tensors, results)
+            for result in results:
+                _check(result)
+                self._reduce(result, opts.reduceOp)
+            _copy_all(outputs, results[: len(outputs)])
 
-        return self._call(opts, tensors, act)
+        return self._call(opts, tensors, tensors if self._is_root(opts) else [], act)
 
     def broadcast(self, tensors, opts):
         """Replaces each tensor by that of the root."""
-        if len(tensors) == 1 and _is_plain(tensors[0]):
+        device = self._devices.of(tensors)
+        if _is_one_plain(device, tensors):
             memory = _memory(tensors[0])
             begin = functools.partial(self._ring.begin_broadcast, opts.rootRank, memory)
-            return self._submit(opts, tensors, begin)
+            return self._submit(opts, device, tensors, begin)
 
-        def act():
-            for tensor in tensors:
+        def act(given, taken):
+            for tensor in (*given, *taken):
                 _check(tensor)
                 flat = tensor.contiguous()
                 self._ring.broadcast(opts.rootRank, _memory(flat))
                 if flat is not tensor:
                     tensor.copy_(flat)
 
-        return self._call(opts, tensors, act)
+        roles = (tensors, []) if self._is_root(opts) else ([], tensors)
+        return self._call(opts, *roles, act)
 
     def allgather(self, outputs, inputs, opts):
         """Gathers each input of all ranks into a list of outputs."""
 
-        def act():
+        def act(inputs, outputs):
             for into, tensor in zip(outputs, inputs, strict=True):
                 _copy_all(into, self._gathered(tensor))
 
-        return self._call(opts, outputs, act)
+        return self._call(opts, inputs, outputs, act)
 
     def allgather_coalesced(self, outputs, inputs, opts):
         """Gathers several inputs of all ranks into a list of outputs for each rank."""
-
-        def act():
-            for at, tensor in enumerate(inputs):
-                _copy_all([of_rank[at] for of_rank in outputs], self._gathered(tensor))
-
-        return self._call(opts, outputs, act)
+        return self.allgather(list(map(list, zip(*outputs, strict=True))), inputs, opts)
 
     def all_gather_single(self, output, input, opts):
         """Gathers the inputs of all ranks into one output."""
-        return self._call(opts, [output], lambda: self._gather_single(output, input))
+        return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs, inputs, opts):
         """As ``all_gather_single``, of several tensors."""
 
-        def act():
+        def act(inputs, outputs):
             for output, input in zip(outputs, inputs, strict=True):
                 self._gather_single(output, input)
 
-        return self._call(opts, outputs, act)
+        return self._call(opts, inputs, outputs, act)
 
     def gather(self, outputs, inputs, opts):
         """Gathers each input of all ranks into a list of outputs on the root."""
 
-        def act():
+        def act(inputs, outputs):
             for at, tensor in enumerate(inputs):
                 nothing = self._nothing(tensor)
                 given = list(nothing)
                 given[opts.rootRank] = tensor
-                is_root = self.rank() == opts.rootRank
-                self._exchange(outputs[at] if is_root else nothing, given)
+                self._exchange(outputs[at] if outputs else nothing, given)
 
-        return self._call(opts, outputs, act)
+        return self._call(opts, inputs, outputs if self._is_root(opts) else [], act)
 
     def scatter(self, outputs, inputs, opts):
         """Replaces each output by the element for this rank of a list of inputs on the root."""
 
-        def act():
+        def act(inputs, outputs):
             for at, output in enumerate(outputs):
                 nothing = self._nothing(output)
                 taken = list(nothing)
                 taken[opts.rootRank] = output
-                is_root = self.rank() == opts.rootRank
-                self._exchange(taken, inputs[at] if is_root else nothing)
+                self._exchange(taken, inputs[at] if inputs else nothing)
 
-        return self._call(opts, outputs, act)
+        return self._call(opts, inputs if self._is_root(opts) else [], outputs, act)
 
     def all_to_all_single(self, output, input, output_sizes, input_sizes, opts):
         """Gives each rank its rows of the input: equal parts, or ``input_sizes`` rows."""
 
-        def act():
+        def act(inputs, outputs):
+            (input,), (output,) = inputs, outputs
             ranks = self.size()
             rows = output_sizes or [len(output) // ranks] * ranks
             given = input_sizes or [len(input) // ranks] * ranks
@@ -124,51 +130,84 @@ class Collectives:
             from_ = input.split(list(given)) if len(input) else [input] * ranks
             self._exchange(into, from_)
 
-        return self._call(opts, [output], act)
+        return self._call(opts, [input], [output], act)
 
     def alltoall(self, outputs, inputs, opts):
         """Gives each rank its element of the inputs."""
-        return self._call(opts, outputs, lambda: self._exchange(outputs, inputs))
+        return self._call(opts, inputs, outputs, lambda given, taken: self._exchange(taken, given))
 
     def reduce_scatter(self, outputs, inputs, opts):
         """Reduces lists of inputs over all ranks, and returns the element of this rank."""
 
-        def act():
+        def act(inputs, outputs):
             for output, tensors in zip(outputs, inputs, strict=True):
                 self._reduce_own(output, tensors, opts.reduceOp)
 
-        return self._call(opts, outputs, act)
+        return self._call(opts, inputs, outputs, act)
 
     def reduce_scatter_single(self, output, input, opts):
         """Reduces the inputs over all ranks, and returns the part of this rank."""
-        act = functools.partial(self._reduce_single, output, input, opts.reduceOp)
-        return self._call(opts, [output], act)
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts):
         """As ``reduce_scatter_single``, of several tensors."""
 
-        def act():
+        def act(inputs, outputs):
             for output, input in zip(outputs, inputs, strict=True):
-                self._reduce_single(output, input, opts.reduceOp)
+                parts = input.reshape(-1).split(output.numel()) if output.numel() else ()
+                parts = parts or [input.reshape(-1)] * self.size()
+                self._reduce_own(output, parts, opts.reduceOp)
 
-        return self._call(opts, outputs, act)
+        return self._call(opts, inputs, outputs, act)
 
     def barrier(self, opts):
-        """Waits for all ranks."""
-        return self._submit(opts, [], self._ring.begin_barrier)
+        """Waits for all ranks, and for what is on their current streams."""
+        waits = [device.begin(lambda *_: None, [], []) for device in self._devices.used()]
+        if not waits:
+            return self._submit(opts, OnHost(), [], self._ring.begin_barrier)
+
+        def act(*_):
+            for wait in waits:
+                wait()
+            self._ring.all_gather(bytearray())
+
+        return self._call(opts, [], [], act)
 
     def send(self, tensors, to, tag):
         """Sends one tensor to a rank, by way of the store."""
-        (tensor,) = tensors
-        _check(tensor)
-        self._point_to_point.send(tensor, to, tag)
-        return done_work(tensors)
+
+        def act(tensors, _):
+            (tensor,) = tensors
+            _check(tensor)
+            self._point_to_point.send(tensor, to, tag)
+
+        device = self._devices.of(tensors)
+        device.begin(act, tensors, [])()
+        return done_work(tensors, device)
 
     def recv(self, tensors, source, tag):
         """Replaces one tensor by that which a rank sends."""
-        (tensor,) = tensors
-        _check(tensor)
-        future = self._point_to_point.receive(tensor, source, tag, self._limit)
+        came = bytearray()
+
+        def act(_, tensors):
+            (into,) = tensors
+            _check(into)
+            if len(came) != into.nbytes:
+                error = f"{len(came)} bytes came from rank {source} for a tensor of {into.nbytes}"
+                raise ValueError(error)
+            if came:
+                into.copy_(torch.frombuffer(came, dtype=into.dtype).view(into.shape))
+
+        device = self._devices.of(tensors)
+        replace = device.begin(act, [], tensors)
+
+        def end(data):
+            came.extend(data)
+            replace()
+            return tensors
+
+        future = device.new_future()
+        self._point_to_point.receive(source, tag, self._limit, end, future)
         return _Work(future.then(_raise_or_return))
 
     # Their names in earlier releases.
@@ -178,47 +217,43 @@ class Collectives:
 
     # ---- details ----
 
-    def _submit(self, opts, tensors, begin):
-        """Begins an operation. The tensors live until it is done."""
-        future = torch.futures.Future()
+    def _submit(self, opts, device, results, begin):
+        """Begins an operation. The results live until it is done."""
+        future = device.new_future()
         limit = opts.timeout.total_seconds()
         begin(
             limit if limit > 0 else self._limit,
-            lambda error: future.set_result(tensors if error is None else error),
+            lambda error: future.set_result(results if error is None else error),
         )
         # Only an error that a callback raises reaches users in C++, such as DDP's reducer.
         return _Work(future.then(_raise_or_return))
 
-    def _call(self, opts, tensors, act):
-        return self._submit(opts, tensors, functools.partial(self._ring.begin_call, act))
+    def _call(self, opts, given, taken, act):
+        """Begins a call of ``act(given, taken)``, which replaces the tensors of ``taken``."""
+        device = self._devices.of(given, taken)
+        begin = functools.partial(self._ring.begin_call, device.begin(act, given, taken))
+        return self._submit(opts, device, taken or given, begin)
 
-    def _reduce_all(self, tensors, operation):
-        for tensor in tensors:
-            _check(tensor)
-            self._reduce(tensor, operation)
+    def _is_root(self, opts):
+        return self.rank() == opts.rootRank
 
     def _reduce(self, tensor, operation):
-        kind = _kind(operation)
-        if kind == ReduceOp.PREMUL_SUM:
-            tensor.mul_(operation.factor)
-            kind = ReduceOp.SUM
-        if kind in (ReduceOp.SUM, ReduceOp.AVG) and tensor.dtype in _RING_TYPES:
-            flat = tensor.contiguous().float()
+        """Reduces the tensor over all ranks, in place."""
+        kind, (given,) = _as_summed([tensor], operation)
+        if kind in _MEANS and tensor.dtype in _RING_TYPES:
+            flat = given.contiguous().float()
             self._ring.all_reduce(_memory(flat, "f"))
             if kind == ReduceOp.AVG:
                 flat.div_(self.size())
             if flat is not tensor:
                 tensor.copy_(flat)
             return
-        tensor.copy_(_reduced(self._gathered(tensor), kind))
+        tensor.copy_(_reduced(self._gathered(given), kind))
 
     def _reduce_own(self, output, inputs, operation):
         """Reduces the elements for this rank of the inputs of all ranks, in the ranks' order."""
-        kind = _kind(operation)
-        if kind == ReduceOp.PREMUL_SUM:
-            inputs = [tensor * operation.factor for tensor in inputs]
-            kind = ReduceOp.SUM
-        if kind in (ReduceOp.SUM, ReduceOp.AVG) and _is_plain(output):
+        kind, inputs = _as_summed(inputs, operation)
+        if kind in _MEANS and _is_plain(output):
             given = [tensor.contiguous() for tensor in inputs]
             if all(map(_is_plain, given)):
                 parts = [_memory(part, "f") for part in given]
@@ -230,11 +265,6 @@ class Collectives:
         self._exchange(parts, inputs)
         _check(output)
         output.copy_(_reduced(parts, kind).view(output.shape))
-
-    def _reduce_single(self, output, input, operation):
-        """Reduces the inputs of all ranks, and returns the part of this rank."""
-        parts = input.reshape(-1).split(output.numel()) if output.numel() else ()
-        self._reduce_own(output, parts or [input.reshape(-1)] * self.size(), operation)
 
     def _exchange(self, outputs, inputs):
         """Gives each rank its element of the inputs."""
@@ -292,9 +322,9 @@ class _Work(dist._Work):
         return self._future
 
 
-def done_work(result):
+def done_work(result, device=OnHost()):
     """An operation that is done."""
-    future = torch.futures.Future()
+    future = device.new_future()
     future.set_result(result)
     return _Work(future)
 
@@ -310,12 +340,26 @@ def _kind(operation):
     return getattr(operation, "op", operation)
 
 
+def _as_summed(tensors, operation):
+    """The kind of a reduction, and the tensors as it reduces them."""
+    kind = _kind(operation)
+    if kind != ReduceOp.PREMUL_SUM:
+        return kind, tensors
+    factor = operation.factor
+    factor = factor.cpu() if torch.is_tensor(factor) else factor
+    return ReduceOp.SUM, [tensor * factor for tensor in tensors]
+
+
 def _check(tensor):
-    if tensor.device.type != "cpu" or tensor.is_sparse:
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise ValueError(
-            f"the backend elasticdl takes dense tensors on the CPU, not {tensor.layout} on "
-            f"{tensor.device}"
+            f"the backend elasticdl takes dense tensors on the CPU or on a CUDA device, not "
+            f"{tensor.layout} on {tensor.device}"
         )
+
+
+def _is_one_plain(device, tensors):
+    return isinstance(device, OnHost) and len(tensors) == 1 and _is_plain(tensors[0])
 
 
 def _is_plain(tensor):
@@ -341,7 +385,7 @@ def _reduced(parts, kind):
     dtype = parts[0].dtype
     if kind == ReduceOp.AVG and not dtype.is_floating_point:
         raise ValueError(f"AVG is not defined for {dtype}")
-    if kind in (ReduceOp.SUM, ReduceOp.AVG) and dtype in _RING_TYPES:
+    if kind in _MEANS and dtype in _RING_TYPES:
         parts = [part.float() for part in parts]
     if kind == ReduceOp.AVG:
         return (functools.reduce(torch.add, parts) / len(parts)).to(dtype)
@@ -355,6 +399,7 @@ def _copy_all(into, tensors):
         output.copy_(tensor)
 
 
+_MEANS = (ReduceOp.SUM, ReduceOp.AVG)
 _RING_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LOCALLY = {
     ReduceOp.SUM: torch.add,

@@ -8,8 +8,6 @@ import ctypes
 import threading
 import time
 
-import torch
-
 
 class PointToPoint:
     """The tensors that one rank sends and receives."""
@@ -19,7 +17,7 @@ class PointToPoint:
         self._rank = rank
         self._lock = threading.Lock()
         self._counts = {}
-        # Of each tensor that is awaited: its key in the store, itself, its future, its deadline.
+        # Of each tensor that is awaited: its key in the store, its end, its future, its deadline.
         self._awaited = []
         self._receiver = None
         self._is_over = False
@@ -30,16 +28,15 @@ class PointToPoint:
         data = ctypes.string_at(flat.data_ptr(), flat.nbytes) if flat.nbytes else b""
         self._store.set(self._next_key(self._rank, to, tag), data)
 
-    def receive(self, tensor, source, tag, limit):
-        """Returns a future of the tensor, whose values are replaced. ``limit`` is in seconds."""
-        future = torch.futures.Future()
+    def receive(self, source, tag, limit, end, future):
+        """Sets the future to what ``end(data)`` returns for the data of the next tensor, or to an
+        error. ``limit`` is in seconds."""
         key = self._next_key(source, self._rank, tag)
         with self._lock:
-            self._awaited.append((key, tensor, future, time.monotonic() + limit))
+            self._awaited.append((key, end, future, time.monotonic() + limit))
             if self._receiver is None:
                 self._receiver = threading.Thread(target=self._run, daemon=True)
                 self._receiver.start()
-        return future
 
     def end(self):
         """Fails what is still awaited."""
@@ -67,7 +64,7 @@ class PointToPoint:
             if not done:
                 time.sleep(POLL_S)
 
-    def _is_done(self, key, tensor, future, deadline):
+    def _is_done(self, key, end, future, deadline):
         try:
             if not self._store.check([key]):
                 if self._is_over:
@@ -77,15 +74,10 @@ class PointToPoint:
                 return False
             data = self._store.get(key)
             self._store.delete_key(key)
-            if len(data) != tensor.nbytes:
-                raise ValueError(f"{len(data)} bytes came for a tensor of {tensor.nbytes}: {key}")
-            if data:
-                values = torch.frombuffer(bytearray(data), dtype=tensor.dtype)
-                tensor.copy_(values.view(tensor.shape))
+            result = end(data)
         except Exception as error:
-            future.set_result(error)
-        else:
-            future.set_result([tensor])
+            result = error
+        future.set_result(result)
         return True
 
 

@@ -1,4 +1,4 @@
-"""The backend ``elasticdl`` of ``torch.distributed``: collectives on the CPU.
+"""The backend ``elasticdl`` of ``torch.distributed``: collectives on the CPU and on CUDA devices.
 
 ::
 
@@ -15,7 +15,8 @@ scatter and barrier. Sums of f32, f16 and bf16 pass through the ring and are f32
 types and operations are gathered on every rank and reduced there. reduce_scatter, all_to_all,
 gather and scatter send each rank what is for it, at most 1 GiB from one rank to another. send and
 recv go through the store; PyTorch gives a backend in Python no way to tell who sent what
-``recv(src=None)`` got.
+``recv(src=None)`` got. Tensors on a GPU are copied to page-locked memory of the host and back, in
+stream order; ``work.wait()`` blocks until the results are on the GPU.
 
 :class:`ElasticProcessGroup` is a process group that is formed again and again, by PyTorch's
 interface for reconfiguration.
@@ -32,13 +33,14 @@ from torch._C._distributed_c10d import Backend as _Backend
 
 from .. import _elasticdl
 from ._collectives import Collectives, done_work
+from ._devices import Devices
 from ._point_to_point import PointToPoint
 
 
 def register():
     """Makes the backend known to ``torch.distributed``."""
     if "elasticdl" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("elasticdl", ElasticBackend, devices=["cpu"])
+        dist.Backend.register_backend("elasticdl", ElasticBackend, devices=["cpu", "cuda"])
 
 
 class ElasticBackend(Collectives, _Backend):
@@ -60,6 +62,7 @@ class ElasticBackend(Collectives, _Backend):
             addresses=[store.get(name).decode() for name in names],
             timeout=self._limit,
         )
+        self._devices = Devices()
         self._point_to_point = PointToPoint(store, rank)
         # Where the program does not destroy the group.
         atexit.register(self._ring.close)
@@ -107,6 +110,7 @@ class ElasticProcessGroup(Collectives, dist.ProcessGroup):
         self._ring = _NoRing()
         self._next = None
         self._uuids = set()
+        self._devices = Devices()
         self._point_to_point = _NoPointToPoint()
         atexit.register(self._end)
 
