@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the backend `elasticdl` of torch.distributed on one GPU: `gpu-distributed.py [--json FILE]`.
+"""Checks the backend of torch.distributed on one GPU: `gpu-distributed.py [--json FILE]`.
 
 Needs PyTorch, and the package on PYTHONPATH. Several ranks share the GPU. Each check does the same
 with tensors on the CPU and on the GPU, whose results must be equal to the last bit:
