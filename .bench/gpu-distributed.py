@@ -2,7 +2,8 @@
 """Checks the backend of torch.distributed on one GPU: `gpu-distributed.py [--json FILE]`.
 
 Needs PyTorch, and the package on PYTHONPATH. Several ranks share the GPU. Each check does the same
-with tensors on the CPU and on the GPU, whose results must be equal to the last bit:
+with tensors on the CPU and on the GPU, whose results must be equal to the last bit, over the host's
+memory and over NCCL:
 
     operations  each one, of several types, with parts that are not contiguous or empty
     streams     the tensors are written just before on a stream that is late, and read just after
@@ -16,6 +17,7 @@ with tensors on the CPU and on the GPU, whose results must be equal to the last 
 import argparse
 import datetime
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -33,6 +35,12 @@ from elasticdl.torch._point_to_point import PointToPoint
 
 HERE = pathlib.Path(__file__).resolve()
 CHECKS = ["operations", "streams", "failure", "programs"]
+# Ranks on one GPU: NCCL takes hosts of other names for other hosts.
+ONE_GPU = {
+    **dict.fromkeys(["NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"], "1"),
+    **{"NCCL_MAX_NCHANNELS": "1", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"},
+    **{"NCCL_MNNVL_ENABLE": "0", "ELASTICDL_NCCL_SHARED": "1"},
+}
 TYPES = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8", "bool"]
 LIMIT = 60.0
 
@@ -139,7 +147,12 @@ def check_operations(group, options):
             count += len(tensors)
             if not all(map(torch.equal, tensors, found[operation])):
                 faults.append(f"{name} {operation}: {found[operation]}, not {tensors}")
-    return {"compared": count}, faults
+    shown = {"compared": count}
+    if options.device == "cuda":
+        shown["nccl"] = group._ring.has_nccl(group._devices.used()[0]._gpu)
+        if shown["nccl"] != (options.transport == "nccl"):
+            faults.append(f"NCCL was used: {shown['nccl']}")
+    return shown, faults
 
 
 def check_streams(group, options):
@@ -265,18 +278,34 @@ def main():
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--only", default=",".join(CHECKS), help=f"default: {','.join(CHECKS)}")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=150, help="seconds of all")
+    parser.add_argument("--limit", type=float, default=120, help="seconds over one transport")
+    parser.add_argument("--transport", default="host,nccl", help="default: host,nccl")
     parser.add_argument("--rank", type=int)
     parser.add_argument("folder", nargs="?", type=pathlib.Path)
     options = parser.parse_args()
     if options.folder:
         return work(options)
+    bad, results = [], {}
+    for transport in options.transport.split(","):
+        results[transport], faults = run(options, transport)
+        bad += [f"{transport}: {fault}" for fault in faults]
+        if options.json:
+            options.json.write_text(json.dumps({"faults": bad, "ranks": results}, indent=1))
+    print(f"PyTorch {torch.__version__}: {'; '.join(bad) or 'all ok'}")
+    return int(bool(bad))
+
+
+def run(options, transport):
+    """The results of all ranks, and their faults."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, HERE, *sys.argv[1:], "--ranks", str(options.ranks)]
-        running = [
-            subprocess.Popen([*command, "--rank", str(rank), folder])
-            for rank in range(options.ranks)
-        ]
+        command = [sys.executable, HERE, *sys.argv[1:], "--transport", transport]
+        command += ["--ranks", str(options.ranks)]
+        chosen = ONE_GPU if transport == "nccl" else {"ELASTICDL_NCCL": "off"}
+        running = []
+        for rank in range(options.ranks):
+            environment = {**os.environ, **chosen, "NCCL_HOSTID": f"rank-{rank}"}
+            command_of_rank = [*command, "--rank", str(rank), folder]
+            running.append(subprocess.Popen(command_of_rank, env=environment))
         deadline, codes = time.monotonic() + options.limit, []
         for rank in running:
             try:
@@ -292,11 +321,8 @@ def main():
             shown = dict(result.get(name, {"faults": ["not run"]}))
             faults = shown.pop("faults")
             bad += faults
-            print(f"{name}, rank {rank}: {'; '.join(faults) or 'ok'} {shown}")
-    print(f"PyTorch {torch.__version__}: {'; '.join(bad) or 'all ok'}")
-    if options.json:
-        options.json.write_text(json.dumps({"faults": bad, "ranks": results}, indent=1))
-    return int(bool(bad))
+            print(f"{transport} {name}, rank {rank}: {'; '.join(faults) or 'ok'} {shown}")
+    return results, bad
 
 
 if __name__ == "__main__":

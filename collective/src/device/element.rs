@@ -25,6 +25,8 @@ pub trait Element:
 pub enum Dtype {
     /// bfloat16.
     Bf16,
+    /// Bytes of any type, which can't be summed.
+    Byte,
     /// IEEE 754 binary16.
     F16,
     /// IEEE 754 binary32.

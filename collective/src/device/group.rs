@@ -17,6 +17,7 @@ use crate::net::socket::poll_until;
 use crate::net::spin_wait::SpinWait;
 use crate::{BLOCK_BYTES_MAX, CollectiveError, Communicator, EncryptedLinks, HostGroup};
 
+mod direct;
 mod nccl_offer;
 mod overlap;
 mod place;
@@ -234,10 +235,7 @@ impl DeviceGroup {
         path: Path,
     ) -> Result<(), CollectiveError> {
         self.host.check_alive()?;
-        if root >= self.host.world_size() {
-            let reason = format!("root {root} in a group of {}", self.host.world_size());
-            return Err(CollectiveError::Invalid(reason));
-        }
+        self.check_root(root)?;
         if path == Path::Host {
             return self.broadcast_staged(root, buf);
         }
@@ -258,6 +256,14 @@ impl DeviceGroup {
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
         self.ready_communicator()?.call(call);
         self.finish_nccl(header, len, 1)
+    }
+
+    fn check_root(&self, root: usize) -> Result<(), CollectiveError> {
+        if root < self.host.world_size() {
+            return Ok(());
+        }
+        let reason = format!("root {root} in a group of {}", self.host.world_size());
+        Err(CollectiveError::Invalid(reason))
     }
 
     fn ready_communicator(&self) -> Result<&NcclCommunicator, CollectiveError> {
@@ -293,7 +299,7 @@ impl DeviceGroup {
         let gathered = gathered.and_then(|gathered| unframed(&self.host, gathered, len));
         let done = gathered.and_then(|headers| {
             for _ in 0..calls {
-                wait_for_nccl(&self.host, communicator)?;
+                wait_for_result(&self.host, communicator)?;
             }
             Ok(headers)
         });
@@ -320,7 +326,10 @@ impl DeviceGroup {
     }
 }
 
-fn wait_for_nccl(host: &HostGroup, communicator: &NcclCommunicator) -> Result<(), CollectiveError> {
+fn wait_for_result(
+    host: &HostGroup,
+    communicator: &NcclCommunicator,
+) -> Result<(), CollectiveError> {
     let mut spin_wait = SpinWait::for_nccl();
     let mut lost_neighbour: Option<(Instant, CollectiveError)> = None;
     loop {

@@ -34,5 +34,6 @@ mod staging;
 pub use element::{Dtype, Element};
 pub use gpu::{Device, relax_capture_mode};
 pub use group::{DeviceGroup, HEADER_BYTES_MAX, NcclOptions, NcclPolicy, Overlap, Path};
+pub use nccl::{Buffers, CallKind};
 
 pub use crate::error::DeviceError;

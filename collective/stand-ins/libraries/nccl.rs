@@ -16,7 +16,6 @@
 
 #![allow(non_snake_case, reason = "the library's names")]
 
-use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -28,10 +27,12 @@ use std::time::Duration;
 use std::{process, ptr, slice};
 
 mod faults;
+mod hub;
 mod numbers;
 
 use faults::fault;
-use numbers::{BFLOAT16, FLOAT16, FLOAT32, encode, numbers};
+use hub::{ALL_GATHER, ALL_REDUCE, BROADCAST, Head, REDUCE_SCATTER, UINT8, serve};
+use numbers::{BFLOAT16, FLOAT16, FLOAT32};
 
 struct Communicator {
     /// NCCL's asynchronous error state.
@@ -41,6 +42,7 @@ struct Communicator {
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
     operations: u64,
+    world: usize,
     /// Memory of the thread that called last.
     group_job: GroupJob,
     /// Whether a thread is in a call.
@@ -138,39 +140,7 @@ struct Operation {
     dst: u64,
     stream: u64,
     ticket: u64,
-}
-
-/// Header of a contribution; must be the same on all ranks.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-struct Head {
-    kind: u8,
-    dtype: u8,
-    root: u32,
-    len: u64,
-}
-
-impl Head {
-    fn encode(self) -> [u8; 14] {
-        let mut bytes = [0; 14];
-        bytes[0] = self.kind;
-        bytes[1] = self.dtype;
-        bytes[2..6].copy_from_slice(&self.root.to_le_bytes());
-        bytes[6..].copy_from_slice(&self.len.to_le_bytes());
-        bytes
-    }
-
-    fn decode(bytes: [u8; 14]) -> Self {
-        Self {
-            kind: bytes[0],
-            dtype: bytes[1],
-            root: u32::from_le_bytes(bytes[2..6].try_into().unwrap()),
-            len: u64::from_le_bytes(bytes[6..].try_into().unwrap()),
-        }
-    }
-
-    fn bytes(self) -> usize {
-        self.len as usize * if self.dtype == FLOAT32 { 4 } else { 2 }
-    }
+    world: usize,
 }
 
 #[unsafe(no_mangle)]
@@ -287,6 +257,7 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
         jobs: Some(jobs),
         thread,
         operations: 0,
+        world,
         group_job: GroupJob::of_this_thread(),
         is_in_use: Arc::default(),
     };
@@ -375,6 +346,36 @@ pub unsafe extern "C" fn ncclAllReduce(
 }
 
 #[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclReduceScatter(
+    src: u64,
+    dst: u64,
+    len: usize,
+    dtype: c_int,
+    operator: c_int,
+    communicator: *mut c_void,
+    stream: u64,
+) -> c_int {
+    if operator != 0 {
+        return INVALID_ARGUMENT;
+    }
+    let head = Head { kind: REDUCE_SCATTER, dtype: dtype as u8, root: 0, len: len as u64 };
+    unsafe { enqueue(communicator, head, src, dst, stream) }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclAllGather(
+    src: u64,
+    dst: u64,
+    len: usize,
+    dtype: c_int,
+    communicator: *mut c_void,
+    stream: u64,
+) -> c_int {
+    let head = Head { kind: ALL_GATHER, dtype: dtype as u8, root: 0, len: len as u64 };
+    unsafe { enqueue(communicator, head, src, dst, stream) }
+}
+
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclBroadcast(
     src: u64,
     dst: u64,
@@ -391,7 +392,8 @@ pub unsafe extern "C" fn ncclBroadcast(
 unsafe fn enqueue(communicator: *mut c_void, head: Head, src: u64, dst: u64, stream: u64) -> c_int {
     let communicator = unsafe { &mut *communicator.cast::<Communicator>() };
     let _in_use = InUse::begin(communicator);
-    if !matches!(head.dtype, FLOAT16 | FLOAT32 | BFLOAT16) {
+    let is_bytes = head.dtype == UINT8 && matches!(head.kind, ALL_GATHER | BROADCAST);
+    if !is_bytes && !matches!(head.dtype, FLOAT16 | FLOAT32 | BFLOAT16) {
         return INVALID_ARGUMENT;
     }
     communicator.operations += 1;
@@ -410,7 +412,7 @@ unsafe fn enqueue(communicator: *mut c_void, head: Head, src: u64, dst: u64, str
         });
         return SUCCESS;
     }
-    let operation = Operation { head, src, dst, stream, ticket };
+    let operation = Operation { head, src, dst, stream, ticket, world: communicator.world };
     communicator.state.store(IN_PROGRESS, Ordering::SeqCst);
     communicator.jobs.as_ref().unwrap().send(Job::Operation(operation)).unwrap();
     IN_PROGRESS
@@ -444,10 +446,10 @@ fn join(
 }
 
 fn perform(operation: &Operation, mut link: &TcpStream, abort: &AtomicBool) {
-    let &Operation { head, src, dst, stream, ticket } = operation;
+    let &Operation { head, src, dst, stream, ticket, world } = operation;
     unsafe { (streams().turn)(stream, ticket) };
-    let part = unsafe { bytes_at(src, head.bytes()) };
-    let mut result = vec![0; head.bytes()];
+    let part = unsafe { bytes_at(src, head.given(world)) };
+    let mut result = vec![0; head.taken(world)];
     let done = link
         .write_all(&head.encode())
         .and_then(|()| link.write_all(part))
@@ -458,62 +460,6 @@ fn perform(operation: &Operation, mut link: &TcpStream, abort: &AtomicBool) {
         wait_for(abort);
     }
     unsafe { (streams().done)(stream, ticket) };
-}
-
-/// Body of the hub thread of one communicator.
-fn serve(listener: &TcpListener, token: u64) {
-    let mut links = BTreeMap::new();
-    let mut world = 1;
-    while links.len() < world {
-        let Ok((mut link, _)) = listener.accept() else { return };
-        let mut hello = [0; 16];
-        if link.read_exact(&mut hello).is_err() || hello[..8] != token.to_le_bytes() {
-            continue;
-        }
-        let _ = link.set_nodelay(true);
-        world = u32::from_le_bytes(hello[12..].try_into().unwrap()) as usize;
-        links.insert(u32::from_le_bytes(hello[8..12].try_into().unwrap()), link);
-    }
-    for link in links.values_mut() {
-        let _ = link.write_all(&[1]);
-    }
-    while let Ok(parts) = links.values_mut().map(receive).collect::<io::Result<Vec<_>>>() {
-        if parts.iter().any(|(head, _)| *head != parts[0].0) {
-            break;
-        }
-        let result = compute(parts[0].0, &parts);
-        for link in links.values_mut() {
-            let _ = link.write_all(&result);
-        }
-    }
-    // The remaining ranks detect nothing: their links stay open until all have closed theirs.
-    for link in links.values_mut() {
-        let _ = io::copy(link, &mut io::sink());
-    }
-}
-
-fn receive(link: &mut TcpStream) -> io::Result<(Head, Vec<u8>)> {
-    let mut head = [0; 14];
-    link.read_exact(&mut head)?;
-    let head = Head::decode(head);
-    let mut part = vec![0; head.bytes()];
-    link.read_exact(&mut part)?;
-    Ok((head, part))
-}
-
-fn compute(head: Head, parts: &[(Head, Vec<u8>)]) -> Vec<u8> {
-    match head.kind {
-        BROADCAST => parts[head.root as usize].1.clone(),
-        _ => {
-            let mut sums = vec![0.0_f32; head.len as usize];
-            for (_, part) in parts {
-                sums.iter_mut()
-                    .zip(numbers(head.dtype, part))
-                    .for_each(|(sum, number)| *sum += number);
-            }
-            sums.into_iter().flat_map(|sum| encode(head.dtype, sum)).collect()
-        }
-    }
 }
 
 /// Functions that the fake driver exports to other fake libraries.
@@ -571,5 +517,3 @@ const SYSTEM_ERROR: c_int = 2;
 const INVALID_ARGUMENT: c_int = 4;
 const REMOTE_ERROR: c_int = 6;
 const IN_PROGRESS: c_int = 7;
-const ALL_REDUCE: u8 = 0;
-const BROADCAST: u8 = 1;

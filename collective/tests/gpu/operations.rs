@@ -1,9 +1,10 @@
 //! Operations on device memory, on both data paths.
+#![allow(unsafe_code, reason = "memory that is known by its address")]
 
-use cudarc::driver::{CudaContext, CudaSlice};
-use elasticdl_collective::Communicator;
-use elasticdl_collective::device::{Device, DeviceError, Element, Path};
+use cudarc::driver::{CudaContext, CudaSlice, DevicePtr as _, DevicePtrMut as _};
+use elasticdl_collective::device::{Buffers, CallKind, Device, DeviceError, Dtype, Element, Path};
 use elasticdl_collective::nccl::NcclState;
+use elasticdl_collective::{CollectiveError, Communicator};
 use half::{bf16, f16};
 
 use crate::group::{Gpu, group, nccl, on_all};
@@ -103,6 +104,63 @@ fn broadcasts_of_all_types_copy_the_data() {
         }
         moves::<f32>(gpu, path, 600_011);
     });
+}
+
+/// Performs an operation on memory that is known by its address.
+fn direct<T: Element>(
+    gpu: &mut Gpu,
+    (kind, dtype): (CallKind, Dtype),
+    (src, dst): (&[T], usize),
+    len: usize,
+) -> Result<Vec<T>, CollectiveError> {
+    let (given, mut taken) = (written(gpu, src), gpu.put(&vec![T::round(9.0); dst])?);
+    let stream = gpu.ring.device().stream().clone();
+    let (src, _read) = given.device_ptr(&stream);
+    let (address, written) = taken.device_ptr_mut(&stream);
+    let buffers = Buffers { src, dst: address, len, dtype };
+    // SAFETY: the memory has the lengths that the operations of these tests state.
+    unsafe { gpu.ring.perform(kind, buffers) }?;
+    drop(written);
+    Ok(gpu.get(&taken, dst))
+}
+
+#[test]
+fn memory_that_is_known_by_its_address_is_gathered_summed_and_divided_over_nccl() {
+    let nccl = nccl("");
+    let mut group = group(3);
+    on_all(&mut group, |gpu| {
+        assert!(!gpu.ring.wait_for_nccl().unwrap(), "it was not begun");
+        gpu.ring.begin_nccl(&nccl).unwrap();
+        assert!(gpu.ring.wait_for_nccl().unwrap());
+        let rank = gpu.ring.host().rank();
+        let parts = [0, 1, 2].map(|rank| part::<f32>(rank, 6));
+        let sum: Vec<f32> = (0..6).map(|at| parts.iter().map(|part| part[at]).sum()).collect();
+        let own = &parts[rank][..];
+        let bytes = (CallKind::AllGather, Dtype::Byte);
+        assert_eq!(direct(gpu, bytes, (own, 18), 24).unwrap(), parts.concat());
+        let words = (CallKind::AllGather, Dtype::F32);
+        assert_eq!(direct(gpu, words, (own, 18), 6).unwrap(), parts.concat());
+        let bytes = (CallKind::Broadcast { root: 1 }, Dtype::Byte);
+        assert_eq!(direct(gpu, bytes, (own, 6), 24).unwrap(), parts[1]);
+        let words = (CallKind::AllReduce, Dtype::F32);
+        assert_eq!(direct(gpu, words, (own, 6), 6).unwrap(), sum);
+        let words = (CallKind::ReduceScatter, Dtype::F32);
+        assert_eq!(direct(gpu, words, (own, 2), 2).unwrap(), sum[2 * rank..][..2]);
+        let absent = CallKind::Broadcast { root: 3 };
+        direct(gpu, (absent, Dtype::F32), (own, 6), 6).unwrap_err();
+    });
+    // What the ranks do differs.
+    let errors = on_all(&mut group, |gpu| {
+        let kind = match gpu.ring.host().rank() {
+            0 => CallKind::AllReduce,
+            _ => CallKind::Broadcast { root: 0 },
+        };
+        direct(gpu, (kind, Dtype::F32), (&[1.0_f32; 6], 6), 6).unwrap_err().to_string()
+    });
+    assert!(
+        errors.iter().any(|error| error.contains("got Broadcast { root: 0 } of F32")),
+        "{errors:?}"
+    );
 }
 
 #[test]

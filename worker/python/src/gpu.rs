@@ -1,5 +1,7 @@
 //! The GPU of a worker, as Python sees it.
 
+use std::thread;
+
 use elasticdl::device::{self, Addresses, Device, DeviceMemory};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -28,7 +30,10 @@ impl Gpu {
     /// Opens a GPU by its index among the visible ones.
     #[new]
     fn new(py: Python<'_>, ordinal: usize) -> PyResult<Self> {
-        let device = py.detach(|| Device::open(ordinal));
+        // On another thread: the GPU becomes the current one of the thread, and PyTorch's choice of
+        // one for the caller's shall stay.
+        let open = || thread::spawn(move || Device::open(ordinal)).join();
+        let device = py.detach(open).expect("opening a GPU does not panic");
         device
             .map(|device| Self { device })
             .map_err(|error| PyRuntimeError::new_err(format!("GPU {ordinal}: {error}")))
@@ -38,6 +43,12 @@ impl Gpu {
     #[getter]
     fn stream(&self) -> usize {
         self.device.stream().cu_stream().expose_provenance()
+    }
+}
+
+impl Gpu {
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
     }
 }
 
@@ -51,6 +62,12 @@ impl GpuMemory {
         // SAFETY: the package allocates tensors of these lengths, which `owner` keeps for good.
         unsafe { DeviceMemory::new(gpu.get().device.clone(), addresses) }
     }
+}
+
+/// Waits until NCCL has released the communicators of this process, which is about to end.
+#[pyfunction]
+pub(crate) fn end_nccl(py: Python<'_>) {
+    py.detach(elasticdl::external::end_nccl);
 }
 
 /// Index, among the visible ones, of the GPU that this worker is assigned.

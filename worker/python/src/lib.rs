@@ -30,6 +30,7 @@ fn _elasticdl(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ring::Ring>()?;
     module.add_function(wrap_pyfunction!(data::seeds_of_records, module)?)?;
     module.add_function(wrap_pyfunction!(data::seed_of_step, module)?)?;
+    module.add_function(wrap_pyfunction!(gpu::end_nccl, module)?)?;
     module.add_function(wrap_pyfunction!(gpu::gpu_ordinal, module)?)?;
     module.add_function(wrap_pyfunction!(die_with_parent, module)?)?;
     module.add_function(wrap_pyfunction!(id_of, module)?)?;

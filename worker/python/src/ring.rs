@@ -5,12 +5,14 @@ use std::slice;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
+use elasticdl::device::{Buffers, CallKind, Dtype};
 use elasticdl::external::{ProgramRing, RingMembers, WorkerError};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::borrowed::Borrowed;
+use crate::gpu::Gpu;
 use crate::operations::{Act, Operation, Operations};
 
 /// One rank of a group of programs of a fixed size, which `connect()` forms.
@@ -152,6 +154,50 @@ impl Ring {
         py.detach(|| ring.broadcast(root, bytes)).map_err(error_of)
     }
 
+    /// Whether all ranks have NCCL for their GPUs. Each calls this with its GPU before an operation
+    /// over NCCL.
+    fn has_nccl(&self, py: Python<'_>, gpu: &Gpu) -> PyResult<bool> {
+        let ring = self.connected()?;
+        py.detach(|| ring.has_nccl(gpu.device())).map_err(error_of)
+    }
+
+    /// Performs an operation over NCCL, after the work on the stream of that GPU, and waits for its
+    /// end: `kind` is "all_gather", "all_reduce", "broadcast" (of rank `root`) or "reduce_scatter".
+    /// `given` and `taken`: addresses of what is read and written, whose smaller one has `length`
+    /// elements of the type "bf16", "byte", "f16" or "f32".
+    #[pyo3(signature = (kind, given, taken, length, dtype, root=0))]
+    #[expect(unsafe_code, reason = "memory of PyTorch is known by its address")]
+    #[expect(clippy::too_many_arguments, reason = "they have names in Python")]
+    fn over_nccl(
+        &self,
+        py: Python<'_>,
+        kind: &str,
+        given: u64,
+        taken: u64,
+        length: usize,
+        dtype: &str,
+        root: usize,
+    ) -> PyResult<()> {
+        let ring = self.connected()?;
+        let kind = match kind {
+            "all_gather" => CallKind::AllGather,
+            "all_reduce" => CallKind::AllReduce,
+            "broadcast" => CallKind::Broadcast { root },
+            "reduce_scatter" => CallKind::ReduceScatter,
+            _ => return Err(PyValueError::new_err(format!("no operation {kind}"))),
+        };
+        let dtype = match dtype {
+            "bf16" => Dtype::Bf16,
+            "byte" => Dtype::Byte,
+            "f16" => Dtype::F16,
+            "f32" => Dtype::F32,
+            _ => return Err(PyValueError::new_err(format!("no type {dtype}"))),
+        };
+        let buffers = Buffers { src: given, dst: taken, len: length, dtype };
+        // SAFETY: the package gives memory of tensors of this length, which it keeps meanwhile.
+        py.detach(|| unsafe { ring.perform(kind, buffers) }).map_err(error_of)
+    }
+
     /// Begins to replace an array of f32 by its sum over all ranks. `done` is called in another
     /// thread, with an error or None. The ring is ended if that takes longer than `limit` seconds.
     fn begin_all_reduce(
@@ -189,8 +235,9 @@ impl Ring {
     /// Ends the thread of the operations that were begun, after them, and waits for it. To be
     /// called before the process ends.
     fn shut_down(&self, py: Python<'_>) {
-        if let Some((_, operations)) = self.ring.get() {
+        if let Some((ring, operations)) = self.ring.get() {
             operations.shut_down(py);
+            py.detach(|| ring.end());
         }
     }
 

@@ -111,6 +111,9 @@ work = dist.all_reduce(strided, async_op=True)
 work.wait()
 assert work.get_future().done()
 check(strided.contiguous(), torch.full((4, 3), float(sum(range(size)))))
+strided = torch.zeros(2 * size, 4)[:, ::2]
+dist.all_gather_into_tensor(strided, torch.full((2, 2), float(rank)))
+check(strided[::2, 1].contiguous(), torch.arange(float(size)))
 for grads, scale in ((torch.ones(3, dtype=torch.float64), 1.0), (torch.ones(2, 3).t(), 0.5)):
     # With a graph, as a backend sees parameters; and with a factor.
     grads.requires_grad_()

@@ -1,11 +1,15 @@
 """Runs a program as if the tensors that it gives to ``torch.distributed`` were on a GPU:
 ``on_fake_cuda.py PROGRAM ARG...``. With ``FAKE_CUDA=some``, those of about half of the operations.
 
-They are tensors of PyTorch for the CPU. Streams are those of ``fake_streams.py``, which check the
-order of what is done on them. Copies to and from page-locked memory are made as late as possible:
-when their stream is synchronized. Memory of the GPU is refused where that of the host is needed.
+They are tensors of PyTorch for the CPU. The driver and NCCL are the fakes of
+``collective/stand-ins``, whose devices have memory of the host. Streams are those of
+``fake_streams.py``, which check the order of what is done on them. Copies to and from page-locked
+memory are made as late as possible: when their stream is synchronized. Memory of the GPU is refused
+where that of the host is needed.
 """
 
+import atexit
+import ctypes
 import os
 import random
 import runpy
@@ -16,13 +20,14 @@ import weakref
 import fake_streams
 import torch
 
-from elasticdl.torch import _collectives, _devices
+from elasticdl.torch import _collectives, _devices, _nccl
 
 # Tensors on the GPU, by memory.
 on_gpu = weakref.WeakValueDictionary()
 waiting = threading.local()
 draw = random.Random(1)
 counts = [0, 0]
+calls = []
 
 
 def gpu_of(tensors, real=_devices.gpu_of):
@@ -57,14 +62,27 @@ def memory(tensor, *kind, real=_collectives._memory):
     return real(tensor, *kind)
 
 
-GPU = torch.device("cuda", 0)
+def call(ring, size, kind, *arguments, real=_nccl._call):
+    calls.append(kind)
+    real(ring, size, kind, *arguments)
+
+
+GPU = torch.device("cuda", int(os.environ["RANK"]))
 fake_streams.install()
 fake_streams.Stream.synchronize = synchronize
 _devices.OnGpu.new_future = lambda _: torch.futures.Future()
-_devices.gpu_of, _devices._copy, _collectives._memory = gpu_of, copy, memory
+_devices.gpu_of, _devices._copy = gpu_of, copy
+_collectives._memory, _nccl._call = memory, call
 _devices._pinned = lambda tensor: torch.full_like(tensor, 77, memory_format=torch.contiguous_format)
 sys.argv = sys.argv[1:]
 fake_streams.set_stream(torch.cuda.Stream())
 with fake_streams.Checked():
     runpy.run_path(sys.argv[0], run_name="__main__")
 assert counts[1] > 10, counts
+kinds = {"all_gather", "all_reduce", "broadcast", "reduce_scatter"}
+assert set(calls) == (set() if os.environ["ELASTICDL_NCCL"] == "off" else kinds), set(calls)
+# What runs at the end of Python, and then at that of the process. Python's own end lies between,
+# which takes seconds with PyTorch on a busy machine.
+atexit._run_exitfuncs()
+sys.stdout.flush()
+ctypes.CDLL(None).exit(0)

@@ -18,7 +18,7 @@ use half::bf16;
 
 pub use cudarc;
 pub use cudarc::driver::CudaSlice;
-pub use elasticdl_collective::device::{Device, DeviceError};
+pub use elasticdl_collective::device::{Buffers, CallKind, Device, DeviceError, Dtype};
 
 use crate::metrics::{Loss, Metrics, UserError};
 use crate::optimizer::Optimizer;

@@ -46,6 +46,8 @@ pub use self::numbers::Record;
 pub use self::program_ring::{ProgramRing, RingMembers};
 pub use self::seed::{Keyed, seed_of};
 pub use self::share::{Share, StepShare};
+#[cfg(feature = "gpu")]
+pub use self::worker::end_nccl;
 pub use self::worker::{AloneOptions, JobOptions, Worker, WorkerError};
 pub use crate::inspection::program::{ProgramStacks, watch as watch_stacks};
 pub use crate::state_buffer::{ProgramMemory, StateMemory, zeros};

@@ -11,6 +11,12 @@ use elasticdl_collective::{
 
 use super::worker::WorkerError;
 
+#[cfg(feature = "gpu")]
+mod on_gpu;
+
+#[cfg(feature = "gpu")]
+use elasticdl_collective::device::DeviceGroup;
+
 /// One rank of a group of programs.
 #[derive(Debug)]
 pub struct ProgramRing {
@@ -33,13 +39,34 @@ pub struct RingMembers {
 
 #[derive(Debug)]
 struct State {
-    group: HostGroup,
+    group: Group,
     /// Result of an all-reduce, whose input must not change.
     sum: Vec<f32>,
     /// What other ranks give to a sum of parts.
     scratch: Vec<f32>,
     /// Accepts the links of the group.
     _endpoint: Endpoint,
+}
+
+#[derive(Debug)]
+enum Group {
+    Ended,
+    Host(Box<HostGroup>),
+    /// And whether it has NCCL.
+    #[cfg(feature = "gpu")]
+    OnGpu(Box<DeviceGroup>, bool),
+}
+
+impl Group {
+    /// The operations on memory of the host.
+    fn host(&mut self) -> Result<&mut HostGroup, WorkerError> {
+        match self {
+            Self::Ended => Err(WorkerError::Failed("the group was shut down".to_owned())),
+            Self::Host(group) => Ok(group),
+            #[cfg(feature = "gpu")]
+            Self::OnGpu(group, _) => Ok(group.host_mut()),
+        }
+    }
 }
 
 impl ProgramRing {
@@ -59,6 +86,7 @@ impl ProgramRing {
         let spec = GroupSpec { generation: 1, members: members.collect() };
         let group = endpoint.connect(&spec, timeout).map_err(failed)?;
         let fence = endpoint.fence();
+        let group = Group::Host(Box::new(group));
         let state = State { group, sum: Vec::new(), scratch: Vec::new(), _endpoint: endpoint };
         Ok(Self { state: Mutex::new(state), fence })
     }
@@ -69,6 +97,7 @@ impl ProgramRing {
     /// The links broke. `values` are then as before.
     pub fn all_reduce(&self, values: &mut [f32]) -> Result<(), WorkerError> {
         let State { group, sum, .. } = &mut *self.state();
+        let group = group.host()?;
         if sum.len() < values.len() {
             sum.resize(values.len(), 0.0);
         }
@@ -83,7 +112,7 @@ impl ProgramRing {
     /// # Errors
     /// The links broke.
     pub fn all_gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, WorkerError> {
-        let world = self.state().group.world_size();
+        let world = self.state().group.host()?.world_size();
         let mut gathered = vec![vec![0; bytes.len()]; world];
         let mut parts: Vec<&mut [u8]> = gathered.iter_mut().map(Vec::as_mut_slice).collect();
         self.gather(bytes, &mut parts)?;
@@ -97,7 +126,8 @@ impl ProgramRing {
     /// # Errors
     /// The links broke, or lengths differ. `parts` hold anything then.
     pub fn gather(&self, bytes: &[u8], parts: &mut [&mut [u8]]) -> Result<(), WorkerError> {
-        let (group, expected) = (&mut self.state().group, bytes.len());
+        let (state, expected) = (&mut *self.state(), bytes.len());
+        let group = state.group.host()?;
         let world = group.world_size();
         if parts.len() != world || parts.iter().any(|part| part.len() != expected) {
             let lens: Vec<usize> = parts.iter().map(|part| part.len()).collect();
@@ -135,7 +165,7 @@ impl ProgramRing {
     /// The links broke, or lengths differ. `sum` is then as before.
     pub fn reduce_scatter(&self, given: &[&[f32]], sum: &mut [f32]) -> Result<(), WorkerError> {
         let State { group, scratch, .. } = &mut *self.state();
-        group.reduce_scatter(given, sum, scratch).map_err(failed)
+        group.host()?.reduce_scatter(given, sum, scratch).map_err(failed)
     }
 
     /// Replaces `bytes` by those of `root`, which has as many.
@@ -143,7 +173,8 @@ impl ProgramRing {
     /// # Errors
     /// The links broke, or the root has another number of bytes.
     pub fn broadcast(&self, root: usize, bytes: &mut [u8]) -> Result<(), WorkerError> {
-        let group = &mut self.state().group;
+        let state = &mut *self.state();
+        let group = state.group.host()?;
         let is_root = group.rank() == root;
         for part in bytes.chunks_mut(BROADCAST_BYTES_MAX) {
             let mut sent = if is_root { part.to_vec() } else { Vec::new() };
@@ -165,7 +196,12 @@ impl ProgramRing {
     /// The links broke, there is not one element per rank, or a rank gives another number of bytes
     /// than its element of `receive` has, which then holds anything.
     pub fn exchange(&self, send: &[&[u8]], receive: &mut [&mut [u8]]) -> Result<(), WorkerError> {
-        self.state().group.exchange_into(send, receive).map_err(failed)
+        self.state().group.host()?.exchange_into(send, receive).map_err(failed)
+    }
+
+    /// Ends this rank's part of the group: its operations fail. NCCL is released in the background.
+    pub fn end(&self) {
+        self.state().group = Group::Ended;
     }
 
     /// Ends the group: operations fail on every rank.

@@ -200,10 +200,7 @@ impl Worker {
         let Self { environment, listener, control, is_alone } = self;
         let exit = run::train_and_close(model, &environment, listener, control);
         #[cfg(feature = "gpu")]
-        if !run::is_nccl_released() {
-            // The program may have work to do after its job.
-            elasticdl_collective::exit_at_once_at_end();
-        }
+        end_nccl();
         match (exit, finished()) {
             (Err(End::Failed(error) | End::NoMaster(error)), _) => Ended::Failed(error),
             (Ok(Exit::Shutdown(_)), Some(None)) => Ended::Complete,
@@ -222,6 +219,15 @@ impl Worker {
                 Ended::Left(EXIT_MASTER_LOST as u8)
             }
         }
+    }
+}
+
+/// Waits until NCCL has released the communicators of this process. Where it does not, the process
+/// ends without destructors when it ends: the program may have work to do before.
+#[cfg(feature = "gpu")]
+pub fn end_nccl() {
+    if !run::is_nccl_released() {
+        elasticdl_collective::exit_at_once_at_end();
     }
 }
 

@@ -13,7 +13,7 @@ use std::ops::Range;
 
 use cudarc::driver::{CudaEvent, CudaSlice, CudaViewMut, DevicePtr, DevicePtrMut};
 
-use super::{DeviceGroup, check_header, check_len, wait_for_nccl};
+use super::{DeviceGroup, check_header, check_len, wait_for_result};
 use crate::device::nccl::{Beside, Buffers, Call, CallKind};
 use crate::device::{DeviceError, Element};
 use crate::exit::exit_at_once;
@@ -187,8 +187,8 @@ impl<T: Element> Overlap<'_, T> {
                 return Err(error);
             }
             let communicator = self.group.ready_communicator();
-            let placed =
-                communicator.and_then(|communicator| wait_for_nccl(&self.group.host, communicator));
+            let placed = communicator
+                .and_then(|communicator| wait_for_result(&self.group.host, communicator));
             if let Err(error) = placed {
                 self.fail(error);
             }

@@ -45,8 +45,31 @@ pub(crate) struct Beside {
     pub(crate) waits: bool,
 }
 
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum CallKind {
+/// What an operation over NCCL does with the buffers of the ranks. `len` is the length that its
+/// caller states.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum CallKind {
+    /// Writes the `src` of all ranks to each `dst`, in rank order: `[len]` to `[ranks · len]`.
+    AllGather,
+    /// Writes the sum of all `src` to each `dst`, both of `[len]`.
     AllReduce,
-    Broadcast { root: usize },
+    /// Writes the `src` of a rank to each `dst`, both of `[len]`.
+    Broadcast {
+        /// The rank.
+        root: usize,
+    },
+    /// Divides the sum of all `src` among the `dst`, in rank order: `[ranks · len]` to `[len]`.
+    ReduceScatter,
+}
+
+impl CallKind {
+    /// What is done, for errors.
+    pub(crate) fn action(self) -> &'static str {
+        match self {
+            Self::AllGather => "all-gather",
+            Self::AllReduce => "all-reduce",
+            Self::Broadcast { .. } => "broadcast",
+            Self::ReduceScatter => "reduce-scatter",
+        }
+    }
 }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use cudarc::driver::{CudaContext, CudaEvent};
 
 use super::back_off::{BackOff, POLL_INTERVAL, SPIN_TIME_MAX, SPIN_TIME_MIN};
-use super::call::{Beside, Call, CallKind, CommInit, Timeouts};
+use super::call::{Beside, Call, CommInit, Timeouts};
 use super::library::{CallStatus, Handle, Library};
 use super::release::{self, Unreleased};
 use crate::device::{DeviceError, relax_capture_mode};
@@ -469,23 +469,12 @@ impl Caller {
             }
         };
         let raw = stream.cu_stream().cast();
-        let (action, call_status) = match kind {
-            CallKind::AllReduce => (
-                "all-reduce",
-                self.call(InCall::Request, |nccl, handle| {
-                    // SAFETY: this thread may use the handle, see `call`; the caller guarantees the
-                    // buffers.
-                    unsafe { nccl.all_reduce(handle, buffers, raw) }
-                })?,
-            ),
-            CallKind::Broadcast { root } => (
-                "broadcast",
-                self.call(InCall::Request, |nccl, handle| {
-                    // SAFETY: as above.
-                    unsafe { nccl.broadcast(handle, buffers, root, raw) }
-                })?,
-            ),
-        };
+        let action = kind.action();
+        let call_status = self.call(InCall::Request, |nccl, handle| {
+            // SAFETY: this thread may use the handle, see `call`; the caller guarantees the
+            // buffers.
+            unsafe { nccl.enqueue(kind, handle, buffers, raw) }
+        })?;
         let back_off = BackOff::new(self.spin_time());
         self.wait_until_done(action, call_status, &back_off)?;
         event.record(stream).map_err(DeviceError::cuda("record an event"))?;

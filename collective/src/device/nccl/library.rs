@@ -10,6 +10,7 @@ use std::path::Path;
 use std::ptr;
 use std::sync::Arc;
 
+use super::call::CallKind;
 use crate::device::{DeviceError, Dtype};
 
 /// A loaded NCCL library. It is never unloaded: its own threads may run in it.
@@ -30,15 +31,17 @@ pub struct UniqueId([u8; UNIQUE_ID_BYTES]);
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Handle(*mut c_void);
 
-/// Buffers of a call; addresses in device memory.
+/// Buffers of a call.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Buffers {
-    pub(crate) src: u64,
-    pub(crate) dst: u64,
-    /// Length in elements: of both buffers in an all-reduce and a broadcast, of `src` in an
-    /// all-gather.
-    pub(crate) len: usize,
-    pub(crate) dtype: Dtype,
+pub struct Buffers {
+    /// Address in device memory of what is read.
+    pub src: u64,
+    /// Address in device memory of what is written; it may be that of `src`, or have another place.
+    pub dst: u64,
+    /// Length in elements: see [`CallKind`].
+    pub len: usize,
+    /// Type of the elements.
+    pub dtype: Dtype,
 }
 
 /// Status of the last request to the library.
@@ -153,51 +156,37 @@ impl Library {
         self.status(action, state)
     }
 
-    /// Enqueues an all-reduce of all ranks' `src` into `dst` on `stream`.
+    /// Enqueues an operation on `stream`.
     ///
     /// # Safety
     /// As for [`poll`](Self::poll). The buffers stay valid until the stream has completed the
-    /// operation, and have the stated length.
-    pub(crate) unsafe fn all_reduce(
+    /// operation, and have the stated lengths.
+    pub(crate) unsafe fn enqueue(
         &self,
+        kind: CallKind,
         handle: Handle,
         buffers: Buffers,
         stream: *mut c_void,
     ) -> Result<CallStatus, DeviceError> {
         let Buffers { src, dst, len, dtype } = buffers;
+        let (src, dst, dtype) = (address(src), address(dst), code_of(dtype));
+        let calls = &self.calls;
         // SAFETY: guaranteed by the caller.
         let code = unsafe {
-            (self.calls.all_reduce)(
-                address(src),
-                address(dst),
-                len,
-                code_of(dtype),
-                SUM,
-                handle.0,
-                stream,
-            )
+            match kind {
+                CallKind::AllGather => (calls.all_gather)(src, dst, len, dtype, handle.0, stream),
+                CallKind::AllReduce => {
+                    (calls.all_reduce)(src, dst, len, dtype, SUM, handle.0, stream)
+                }
+                CallKind::Broadcast { root } => {
+                    (calls.broadcast)(src, dst, len, dtype, to_c_int(root), handle.0, stream)
+                }
+                CallKind::ReduceScatter => {
+                    (calls.reduce_scatter)(src, dst, len, dtype, SUM, handle.0, stream)
+                }
+            }
         };
-        self.status("all-reduce", code)
-    }
-
-    /// Enqueues a copy of the `src` of rank `root` into all ranks' `dst` on `stream`.
-    ///
-    /// # Safety
-    /// As for [`all_reduce`](Self::all_reduce).
-    pub(crate) unsafe fn broadcast(
-        &self,
-        handle: Handle,
-        buffers: Buffers,
-        root: usize,
-        stream: *mut c_void,
-    ) -> Result<CallStatus, DeviceError> {
-        let Buffers { src, dst, len, dtype } = buffers;
-        let (dtype, root) = (code_of(dtype), to_c_int(root));
-        // SAFETY: guaranteed by the caller.
-        let code = unsafe {
-            (self.calls.broadcast)(address(src), address(dst), len, dtype, root, handle.0, stream)
-        };
-        self.status("broadcast", code)
+        self.status(kind.action(), code)
     }
 
     /// Begins to finalize a communicator: outstanding operations complete, also for its peers.
@@ -335,6 +324,8 @@ macro_rules! calls {
 }
 
 calls! {
+    all_gather: "ncclAllGather"
+        = fn(*const c_void, *mut c_void, usize, c_int, *mut c_void, *mut c_void) -> c_int;
     all_reduce: "ncclAllReduce"
         = fn(*const c_void, *mut c_void, usize, c_int, c_int, *mut c_void, *mut c_void) -> c_int;
     broadcast: "ncclBroadcast"
@@ -348,6 +339,8 @@ calls! {
     get_last_error: "ncclGetLastError" = fn(*mut c_void) -> *const c_char;
     get_unique_id: "ncclGetUniqueId" = fn(*mut c_void) -> c_int;
     get_version: "ncclGetVersion" = fn(*mut c_int) -> c_int;
+    reduce_scatter: "ncclReduceScatter"
+        = fn(*const c_void, *mut c_void, usize, c_int, c_int, *mut c_void, *mut c_void) -> c_int;
 }
 
 /// `ncclConfig_t` as of 2.18. Later versions have more fields after these, and use defaults for
@@ -374,6 +367,7 @@ fn address(address: u64) -> *mut c_void {
 fn code_of(dtype: Dtype) -> c_int {
     match dtype {
         Dtype::Bf16 => 9,
+        Dtype::Byte => 1,
         Dtype::F16 => 6,
         Dtype::F32 => 7,
     }

@@ -25,9 +25,9 @@ mod library;
 pub(crate) mod raw;
 mod release;
 
-pub(crate) use call::{Beside, Call, CallKind, CommInit, Timeouts};
+pub use call::CallKind;
+pub(crate) use call::{Beside, Call, CommInit, Timeouts};
 pub(crate) use communicator::NcclCommunicator;
 pub use communicator::NcclState;
-pub(crate) use library::Buffers;
-pub use library::{Library, UniqueId};
+pub use library::{Buffers, Library, UniqueId};
 pub use release::{abandoned, wait_for_release};

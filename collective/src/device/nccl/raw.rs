@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 
+use super::call::CallKind;
 use super::library::{Buffers, CallStatus, Handle, Library, UniqueId};
 use crate::device::{DeviceError, Element};
 
@@ -50,8 +51,14 @@ impl RawCommunicator {
         let buffers = Buffers { src, dst, len, dtype: T::DTYPE };
         // SAFETY: only this thread uses the handle; the buffers are borrowed until the stream is
         // synchronized.
-        let call_status =
-            unsafe { self.library.all_reduce(self.handle, buffers, stream.cu_stream().cast()) }?;
+        let call_status = unsafe {
+            self.library.enqueue(
+                CallKind::AllReduce,
+                self.handle,
+                buffers,
+                stream.cu_stream().cast(),
+            )
+        }?;
         self.wait_until_done(call_status)?;
         stream.synchronize().map_err(DeviceError::cuda("complete an NCCL all-reduce"))
     }

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ReduceOp
 
+from . import _nccl
 from ._devices import OnHost
 
 
@@ -31,7 +32,11 @@ class Collectives:
                 _check(tensor)
                 self._reduce(tensor, opts.reduceOp)
 
-        return self._call(opts, tensors, tensors, act)
+        def over_nccl():
+            _nccl.all_reduce(self._ring, self.size(), tensors, opts.reduceOp)
+
+        is_sum = _nccl.sums(tensors, opts.reduceOp)
+        return self._call(opts, tensors, tensors, act, over_nccl if is_sum else None)
 
     def allreduce_coalesced(self, tensors, opts):
         """As :meth:`allreduce`."""
@@ -66,7 +71,10 @@ class Collectives:
                     tensor.copy_(flat)
 
         roles = (tensors, []) if self._is_root(opts) else ([], tensors)
-        return self._call(opts, *roles, act)
+        over_nccl = functools.partial(
+            _nccl.broadcast, self._ring, self.size(), opts.rootRank, *roles
+        )
+        return self._call(opts, *roles, act, over_nccl)
 
     def allgather(self, outputs, inputs, opts):
         """Gathers each input of all ranks into a list of outputs."""
@@ -75,7 +83,7 @@ class Collectives:
             for into, tensor in zip(outputs, inputs, strict=True):
                 _copy_all(into, self._gathered(tensor))
 
-        return self._call(opts, inputs, outputs, act)
+        return self._gather_all(opts, inputs, outputs, act)
 
     def allgather_coalesced(self, outputs, inputs, opts):
         """Gathers several inputs of all ranks into a list of outputs for each rank."""
@@ -92,7 +100,7 @@ class Collectives:
             for output, input in zip(outputs, inputs, strict=True):
                 self._gather_single(output, input)
 
-        return self._call(opts, inputs, outputs, act)
+        return self._gather_all(opts, inputs, outputs, act)
 
     def gather(self, outputs, inputs, opts):
         """Gathers each input of all ranks into a list of outputs on the root."""
@@ -143,7 +151,7 @@ class Collectives:
             for output, tensors in zip(outputs, inputs, strict=True):
                 self._reduce_own(output, tensors, opts.reduceOp)
 
-        return self._call(opts, inputs, outputs, act)
+        return self._divide_sums(opts, inputs, outputs, act)
 
     def reduce_scatter_single(self, output, input, opts):
         """Reduces the inputs over all ranks, and returns the part of this rank."""
@@ -158,7 +166,7 @@ class Collectives:
                 parts = parts or [input.reshape(-1)] * self.size()
                 self._reduce_own(output, parts, opts.reduceOp)
 
-        return self._call(opts, inputs, outputs, act)
+        return self._divide_sums(opts, inputs, outputs, act)
 
     def barrier(self, opts):
         """Waits for all ranks, and for what is on their current streams."""
@@ -228,11 +236,32 @@ class Collectives:
         # Only an error that a callback raises reaches users in C++, such as DDP's reducer.
         return _Work(future.then(_raise_or_return))
 
-    def _call(self, opts, given, taken, act):
-        """Begins a call of ``act(given, taken)``, which replaces the tensors of ``taken``."""
+    def _call(self, opts, given, taken, act, over_nccl=None):
+        """Begins a call of ``act(given, taken)``, which replaces the tensors of ``taken``. On GPUs
+        with NCCL, it is one of ``over_nccl()``."""
         device = self._devices.of(given, taken)
-        begin = functools.partial(self._ring.begin_call, device.begin(act, given, taken))
+
+        def direct(gpu):
+            has_nccl = over_nccl is not None and self._ring.has_nccl(gpu)
+            if has_nccl:
+                over_nccl()
+            return has_nccl
+
+        begin = functools.partial(self._ring.begin_call, device.begin(act, given, taken, direct))
         return self._submit(opts, device, taken or given, begin)
+
+    def _gather_all(self, opts, inputs, outputs, act):
+        over_nccl = functools.partial(_nccl.all_gather, self._ring, self.size(), outputs, inputs)
+        return self._call(opts, inputs, outputs, act, over_nccl)
+
+    def _divide_sums(self, opts, inputs, outputs, act):
+        def over_nccl():
+            _nccl.reduce_scatter(self._ring, self.size(), outputs, inputs, opts.reduceOp)
+
+        parts = [each if isinstance(each, (list, tuple)) else [each] for each in inputs]
+        sizes = [len({tensor.numel() for tensor in each}) for each in parts]
+        is_sum = _nccl.sums(sum(map(list, parts), []), opts.reduceOp) and set(sizes) <= {1}
+        return self._call(opts, inputs, outputs, act, over_nccl if is_sum else None)
 
     def _is_root(self, opts):
         return self.rank() == opts.rootRank

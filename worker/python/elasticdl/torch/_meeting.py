@@ -50,7 +50,8 @@ class Meeting:
         if not self._is_declared or core.is_alone:
             return []
         if self._ring is None and self._next is None:
-            self._next = _elasticdl.Ring(_own_address())
+            master = os.environ["ELASTICDL_MASTER"].rsplit(":", 1)[0]
+            self._next = _elasticdl.Ring(address_towards(master.strip("[]")))
             self._told = core.id, self._next.address, secrets.token_hex(16)
         state = "connected" if self._ring is not None else "new"
         return [(_TOLD + " ".join(map(str, (*self._told, state))), 1)]
@@ -145,12 +146,9 @@ def _connects(ring, members, own):
     return True
 
 
-def _own_address():
-    """The address of this host on the route to the master's, at which others reach it."""
-    host, port = os.environ["ELASTICDL_MASTER"].rsplit(":", 1)
-    family, kind, _, _, address = socket.getaddrinfo(
-        host.strip("[]"), int(port), type=socket.SOCK_DGRAM
-    )[0]
+def address_towards(host):
+    """The address of this host on the route to another one, at which others reach it."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         # Connecting a datagram socket sends nothing; it makes the kernel choose a route.
         probe.connect(address)

@@ -15,8 +15,8 @@ scatter and barrier. Sums of f32, f16 and bf16 pass through the ring and are f32
 types and operations are gathered on every rank and reduced there. reduce_scatter, all_to_all,
 gather and scatter send each rank what is for it, at most 1 GiB from one rank to another. send and
 recv go through the store; PyTorch gives a backend in Python no way to tell who sent what
-``recv(src=None)`` got. Tensors on a GPU are copied to page-locked memory of the host and back, in
-stream order; ``work.wait()`` blocks until the results are on the GPU.
+``recv(src=None)`` got. Tensors on GPUs go over NCCL, or are copied to page-locked memory of the host
+and back, in stream order; ``work.wait()`` blocks until the results are on the GPU.
 
 :class:`ElasticProcessGroup` is a process group that is formed again and again, by PyTorch's
 interface for reconfiguration.
@@ -34,6 +34,7 @@ from torch._C._distributed_c10d import Backend as _Backend
 from .. import _elasticdl
 from ._collectives import Collectives, done_work
 from ._devices import Devices
+from ._meeting import address_towards
 from ._point_to_point import PointToPoint
 
 
@@ -214,11 +215,7 @@ def _address_towards(store):
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR") or socket.gethostname()
-    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        # Connecting a datagram socket sends nothing; it makes the kernel choose a route.
-        probe.connect(address)
-        return probe.getsockname()[0]
+    return address_towards(host)
 
 
 register()
