@@ -16,9 +16,11 @@ use crate::session::halt::{Halt, Reason};
 use crate::session::header::{StateRecord, StepHeader};
 
 impl Session {
-    /// Takes in the scores of all ranks for an evaluation. If a rank could not evaluate, or the
-    /// scores do not fit together, the job ends with the current state: the next headers say why.
-    pub fn evaluated(&mut self, scores: &[Scores]) {
+    /// Takes in the scores of all ranks for an evaluation, which has taken so long. If a rank could
+    /// not evaluate, or the scores do not fit together, the job ends with the current state: the
+    /// next headers say why.
+    pub fn evaluated(&mut self, scores: &[Scores], took: Duration) {
+        self.reports.pass_over(took);
         let (Phase::Evaluating { group, headers, committed }, Some(plan), Some(state)) =
             (&self.phase, &self.job.evaluation, &mut self.state)
         else {
@@ -200,6 +202,7 @@ impl Session {
     /// Training has stopped for this time, to copy the state for a checkpoint. `digest`: of the
     /// whole state, which all ranks must agree on.
     pub fn copied_for_checkpoint(&mut self, took: Duration, digest: u64) {
+        self.reports.pass_over(took);
         self.checkpoints.copied(took, digest);
     }
 
@@ -311,7 +314,7 @@ mod tests {
     fn evaluate(pair: &mut Pair, scores: &[Scores]) {
         for session in &mut pair.0 {
             assert!(matches!(session.poll(), Task::Evaluate(_)), "{session:?}");
-            session.evaluated(scores);
+            session.evaluated(scores, Duration::ZERO);
         }
     }
 

@@ -293,6 +293,21 @@ mod tests {
             panic!("{session:?}")
         };
         assert_eq!((progress.step, progress.records), (1, 4));
+        // Its time, and that of the copy for a checkpoint, is none of the next step.
+        let seconds = Duration::from_secs;
+        let blocks = vec![[("loss".to_owned(), 1.0)].into()];
+        let scores = evaluation::Scores { records: 100, first_block: 0, blocks, failed: false };
+        session.evaluated(&[scores], seconds(60));
+        session.copied_for_checkpoint(seconds(5), 0);
+        assert!(matches!(session.poll(), Task::Compute { .. }), "{session:?}");
+        session.assignment.computed(Computed { loss_sum: 1.0, ..Computed::default() });
+        assert!(matches!(session.poll(), Task::Step { .. }), "{session:?}");
+        session.summed(vec![session.header(0)], true).unwrap();
+        session.updated(seconds(67));
+        let progress = std::iter::from_fn(|| session.reports.poll()).find_map(|report| {
+            if let WorkerMessage::Committed(progress) = report { Some(progress) } else { None }
+        });
+        assert_eq!(progress.map(|progress| progress.times.step_us), Some(2_000_000));
     }
 
     #[test]

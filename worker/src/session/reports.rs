@@ -39,6 +39,12 @@ impl Reports {
         self.committed_at = None;
     }
 
+    /// Notes that the group made no step for this time, since its last commit: it is no time of the
+    /// next one.
+    pub(super) fn pass_over(&mut self, paused: Duration) {
+        self.committed_at.iter_mut().for_each(|at| *at += paused);
+    }
+
     /// Duration of the all-reduce of the step that is committed next.
     pub fn reduced(&mut self, took: Duration) {
         if self.committed_at.is_some() {

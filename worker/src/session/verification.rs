@@ -139,7 +139,7 @@ mod tests {
             let mut pair = pair(plan, false);
             for session in &mut pair.0 {
                 assert!(matches!(session.poll(), Task::Evaluate(_)), "{session:?}");
-                session.evaluated(&scores);
+                session.evaluated(&scores, Duration::ZERO);
                 assert!(session.is_best() && !session.is_verified());
                 assert_eq!(session.is_verifying(), exports_best);
             }

@@ -25,6 +25,7 @@ impl<M: Model> Trainer<'_, M> {
     /// Evaluates these blocks and exchanges the scores with the other ranks. If the model or the
     /// data is at fault, the group ends with its state.
     pub(super) fn evaluate(&mut self, blocks: Range<u64>) -> Result<(), Stopped> {
+        let began = self.machine.now();
         // The master knows from the step that this is an evaluation, which may take long.
         self.session.reports.flush();
         self.send_reports();
@@ -44,7 +45,7 @@ impl<M: Model> Trainer<'_, M> {
         if let Some(error) = outage {
             self.halt_or_fail(error, scores.iter().all(|scores| scores.failed))?;
         }
-        self.session.evaluated(&scores);
+        self.session.evaluated(&scores, self.machine.now() - began);
         if scores.iter().any(|scores| scores.failed) {
             return Ok(());
         }
