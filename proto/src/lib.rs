@@ -22,6 +22,7 @@ mod order;
 mod ranges;
 mod row_touches;
 mod sources;
+mod spares;
 mod split;
 mod status;
 mod summary;
@@ -49,6 +50,7 @@ pub use order::{Access, Order, OrderName};
 pub use ranges::{RangeSet, RecordRange};
 pub use row_touches::{RowTouches, RowTouchesSummary, RowsLoss, TablesStatus};
 pub use sources::{join_sources, shown_sources, split_sources};
+pub use spares::Spares;
 pub use split::{DataPart, Split};
 pub use status::{
     AvoidedHost, DisconnectedStatus, LaunchStatus, PriorityTierStatus, ShardCounts, Status,

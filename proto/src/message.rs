@@ -37,6 +37,9 @@ pub struct Heartbeat {
     pub holds_state: bool,
     /// What its process uses, now and then.
     pub usage: Option<Usage>,
+    /// Steps that its trainer's state contained when the trainer began its present task, 0 without
+    /// a state; `None` before it has a trainer.
+    pub step: Option<u64>,
 }
 
 /// What a worker's process uses of its machine.

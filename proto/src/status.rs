@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::ids::{Generation, LaunchId, WorkerId};
 use crate::message::Evaluated;
 use crate::row_touches::TablesStatus;
+use crate::spares::Spares;
 use crate::summary::{BestEvaluation, CheckpointsSummary, MembershipChange};
 
 /// The status of a job. The names of its fields are a public format.
@@ -66,6 +67,9 @@ pub struct Status {
     pub stop_reason: Option<String>,
     /// Number of workers that the job keeps: what the user wants, or what `--autoscale` has found.
     pub workers_desired: u32,
+    /// The spares; `None` without `--spares`.
+    #[serde(default)]
+    pub spares: Option<Spares>,
     /// What `--autoscale` has found last, and does therefore; `None` before the first measurement.
     #[serde(default)]
     pub autoscale: Option<String>,
@@ -205,12 +209,13 @@ pub struct WorkerStatus {
     pub pid: u32,
     /// Its rank in the newest generation; `None` while it is no member.
     pub rank: Option<u32>,
-    /// `joining`, `describing`, `preparing`, `fetching`, `ready` to join, `spare` in its place,
+    /// `joining`, `describing`, `preparing`, `fetching`, `ready` to join, `spare` in its place or,
+    /// if it has not followed the group's steps for 10 s, `lagging`,
     /// `training`, `serving` of a table server, `evaluating`, `predicting`, `leaving`, `finished`,
     /// `ending`, or `disconnected` while it is silent.
     pub state: Cow<'static, str>,
-    /// Steps that its state contains, which are the group's; `None` while it does not have the
-    /// group's state.
+    /// Steps that its state contains, which of a member are the group's; `None` while it does not
+    /// have the group's state.
     pub step: Option<u64>,
     /// Microseconds in the model's code in the last reported step.
     pub compute_us: u64,
@@ -348,6 +353,7 @@ pub(crate) mod tests {
             shards: Some(ShardCounts { todo: 5, leased: 3, done: 2 }),
             stop_reason: Some("the deadline has passed".into()),
             workers_desired: 2,
+            spares: Some(Spares { desired: 2, caught_up: 1, promoted: 3 }),
             autoscale: Some("2 workers make 20000 records/s; trying 3".into()),
             workers: vec![worker],
             workers_disconnected: vec![DisconnectedStatus {
@@ -442,6 +448,7 @@ pub(crate) mod tests {
             }],
             "events": ["generation 2: 1 worker"], "events_emitted": 7, "events_at_s": [1.5],
         });
+        expected["spares"] = json!({"desired": 2, "caught_up": 1, "promoted": 3});
         expected["metrics"] = json!({"accuracy": 0.625});
         // One invocation of the macro has a limit.
         expected["evaluated_best"] =

@@ -9,6 +9,7 @@ pub use self::checkpoints::{CheckpointsSummary, RestoredCheckpoint, SavedCheckpo
 use crate::ids::{Generation, WorkerId};
 use crate::message::{Evaluated, Kept};
 use crate::row_touches::{RowTouchesSummary, RowsLoss};
+use crate::spares::Spares;
 
 /// The summary of a job. The names of its fields are a public format.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -177,6 +178,9 @@ pub struct WorkersSummary {
     pub table_servers: u32,
     /// Workers started to replace one that had ended.
     pub restarts: u64,
+    /// The spares; `None` without `--spares`.
+    #[serde(default)]
+    pub spares: Option<Spares>,
 }
 
 /// A membership change: its cause, and the pause that it caused.
@@ -339,12 +343,18 @@ pub struct AuditSummary {
 
 /// Losses of a state of which there was no checkpoint, with all workers or with all copies of rows.
 /// The names of its fields are a public format.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StateLoss {
     /// Number of losses.
     pub count: u64,
     /// Steps that the last lost state contained.
     pub at_step: u64,
+    /// Steps that all lost states contained, in sum.
+    #[serde(default)]
+    pub steps: u64,
+    /// Their records.
+    #[serde(default)]
+    pub records: u64,
 }
 
 /// Records that a worker was working on when the user's code failed.
@@ -420,7 +430,13 @@ pub(crate) mod tests {
                 not_trained: 6,
                 repeated: 1,
             },
-            workers: WorkersSummary { peak: 4, last: 2, table_servers: 1, restarts: 3 },
+            workers: WorkersSummary {
+                peak: 4,
+                last: 2,
+                table_servers: 1,
+                restarts: 3,
+                spares: Some(Spares { desired: 2, caught_up: 1, promoted: 3 }),
+            },
             memberships: vec![membership()],
             loss: LossSummary { first: Some(1.5), last: Some(0.25) },
             training_metrics: [("accuracy".into(), 0.5)].into(),
@@ -471,7 +487,7 @@ pub(crate) mod tests {
                 ..crate::RowTouches { expected: 9, counted: 9 }.into()
             }),
             rows_lost: Some(RowsLoss { count: 1, at_step: 7, row_touches: 30, missing: Some(2) }),
-            state_lost: Some(StateLoss { count: 1, at_step: 8 }),
+            state_lost: Some(StateLoss { count: 1, at_step: 8, steps: 8, records: 90 }),
             error: Some("too many failures".into()),
             stop_reason: Some("the deadline of 60 s has passed".into()),
             model_summary: Some("3 3 5760".into()),
@@ -493,7 +509,10 @@ pub(crate) mod tests {
             "records": {
                 "expected": 1920, "counted": 1910, "missing": 4, "not_trained": 6, "repeated": 1,
             },
-            "workers": {"peak": 4, "final": 2, "table_servers": 1, "restarts": 3},
+            "workers": {
+                "peak": 4, "final": 2, "table_servers": 1, "restarts": 3,
+                "spares": {"desired": 2, "caught_up": 1, "promoted": 3},
+            },
             "memberships": [{
                 "generation": 2, "cause": "lost", "world_size": 2, "at_step": 9, "gap_ms": 3.0,
                 "detect_ms": 0.125, "abort_ms": 0.25, "agree_ms": 0.375, "connect_ms": 0.5,
@@ -527,7 +546,7 @@ pub(crate) mod tests {
             "audit": {"steps": 5, "disagreements": 1, "workers_replaced": 2},
             "row_touches": {"expected": 9, "counted": 9, "missing": 1, "repeated": 2},
             "rows_lost": {"count": 1, "at_step": 7, "row_touches": 30, "missing": 2},
-            "state_lost": {"count": 1, "at_step": 8},
+            "state_lost": {"count": 1, "at_step": 8, "steps": 8, "records": 90},
             "error": "too many failures",
             "stop_reason": "the deadline of 60 s has passed", "model_summary": "3 3 5760",
             "metrics": {"loss": 0.5},

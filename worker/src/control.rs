@@ -303,7 +303,8 @@ impl Stream {
                     let stall = stall.filter(|s| s.since >= heartbeat).map(stall_of);
                     let holds_state = self.holds_state.load(Ordering::Relaxed);
                     let usage = self.usage.poll();
-                    let heartbeat = Heartbeat { stall, holds_state, usage };
+                    let step = self.inspector.activity.step();
+                    let heartbeat = Heartbeat { stall, holds_state, usage, step };
                     link.send(WorkerMessage::Heartbeat(heartbeat));
                     if let Some(wait) = self.storage.poll() {
                         link.send(wait);

@@ -149,6 +149,9 @@ impl JobSpec {
                 return one_of(field, number.to_string(), "0 without training");
             }
         }
+        if self.spares > self.max_workers.saturating_mul(SPARES_PER_WORKER_MAX) {
+            return one_of("spares", self.spares.to_string(), "at most twice max_workers");
+        }
         if self.autoscale && !self.options.work.trains() {
             return one_of("autoscale", "true".into(), "false without training");
         }
@@ -218,6 +221,8 @@ pub fn multiples_near(number: u32, of: u32) -> String {
 }
 
 /// The maximum length of a path on common systems.
+/// More workers can't be lost before others have started in their places.
+const SPARES_PER_WORKER_MAX: u32 = 2;
 const PLACE_BYTES_MAX: usize = 4096;
 const PLACE_SHOWN_MAX: usize = 60;
 

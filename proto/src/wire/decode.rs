@@ -125,13 +125,14 @@ fn worker_message(kind: worker_message::Kind) -> Checked<WorkerMessage> {
             step: within("formed.step", formed.step, 0, STEPS_MAX)?,
             ledger: ledger("formed.ledger", formed.ledger)?,
         },
-        Kind::Heartbeat(v1::Heartbeat { stall: waits, holds_state, usage }) => {
+        Kind::Heartbeat(v1::Heartbeat { stall: waits, holds_state, usage, step }) => {
             let stall = waits.map(stall).transpose()?;
             let usage = usage.map(|v1::Usage { cpu_millicores, memory_bytes }| Usage {
                 cpu_millicores,
                 memory_bytes,
             });
-            WorkerMessage::Heartbeat(Heartbeat { stall, holds_state, usage })
+            let step = step.map(|step| within("heartbeat.step", step, 0, STEPS_MAX)).transpose()?;
+            WorkerMessage::Heartbeat(Heartbeat { stall, holds_state, usage, step })
         }
         Kind::Hello(_) => return Err("`hello` comes first, and once".into()),
         Kind::LeaseRequest(v1::LeaseRequest { shards }) => WorkerMessage::LeaseRequest {

@@ -80,12 +80,12 @@ fn worker_message(message: WorkerMessage) -> worker_message::Kind {
             let ledger = Some(ledger(report));
             Kind::Formed(v1::Formed { generation: generation.0, step, ledger })
         }
-        WorkerMessage::Heartbeat(Heartbeat { stall: waits, holds_state, usage }) => {
+        WorkerMessage::Heartbeat(Heartbeat { stall: waits, holds_state, usage, step }) => {
             let usage = usage.map(|Usage { cpu_millicores, memory_bytes }| v1::Usage {
                 cpu_millicores,
                 memory_bytes,
             });
-            Kind::Heartbeat(v1::Heartbeat { stall: waits.map(stall), holds_state, usage })
+            Kind::Heartbeat(v1::Heartbeat { stall: waits.map(stall), holds_state, usage, step })
         }
         WorkerMessage::BestExport { step, kept, error } => {
             let kept_value = kept.as_ref().and_then(|kept| kept.value);

@@ -243,6 +243,7 @@ fn every_message_of_a_worker_keeps_every_field() {
             stall: Some(stall),
             holds_state: true,
             usage: Some(crate::Usage { cpu_millicores: 1500, memory_bytes: 9 << 30 }),
+            step: Some(7),
         }),
         WorkerMessage::LeaseRequest { shards: 64 },
         WorkerMessage::Leaving,

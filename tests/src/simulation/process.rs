@@ -282,11 +282,11 @@ impl World {
         let is_gone = matches!(self.processes[p].control, Control::Closing(_));
         if self.processes[p].control == Control::Open {
             let stall = self.stall(p, heartbeat);
-            let holds_state = self.processes[p].trainer.holds_state.load(Ordering::Relaxed);
-            self.send_to_master(
-                p,
-                WorkerMessage::Heartbeat(Heartbeat { stall, holds_state, usage: None }),
-            );
+            let trainer = &self.processes[p].trainer;
+            let holds_state = trainer.holds_state.load(Ordering::Relaxed);
+            let step = trainer.inbox.as_ref().map(|_| trainer.state().map_or(0, |s| s.step));
+            let heartbeat = Heartbeat { stall, holds_state, step, usage: None };
+            self.send_to_master(p, WorkerMessage::Heartbeat(heartbeat));
         }
         if !is_gone {
             self.clock.after(heartbeat.as_micros() as Micros, Event::Heartbeat { p });

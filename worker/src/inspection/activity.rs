@@ -24,6 +24,11 @@ impl CurrentActivity {
         *current = Some(Begun { what, step, at });
     }
 
+    /// Steps that its state contained then; `None` before the first task.
+    pub(crate) fn step(&self) -> Option<u64> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).map(|begun| begun.step)
+    }
+
     /// What it does, and for how long.
     pub(super) fn report(&self) -> Option<Activity> {
         let current = *self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -101,7 +101,13 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
     let restarts = counted(workers.restarts, "restart");
     let shown = |servers: u32| format!("; {} to keep", counted(servers.into(), "table server"));
     let servers = Some(workers.table_servers).filter(|n| *n > 0).map(shown).unwrap_or_default();
-    let counts = format!("peak {}, final {}, {restarts}{servers}", workers.peak, workers.last);
+    let spares = workers.spares.map(|spares| {
+        let number = counted(spares.desired.into(), "spare");
+        format!("; {number} to keep, {} promoted", spares.promoted)
+    });
+    let spares = spares.unwrap_or_default();
+    let (peak, last) = (workers.peak, workers.last);
+    let counts = format!("peak {peak}, final {last}, {restarts}{servers}{spares}");
     row(out, "workers", &counts);
     if let Some(digest) = &summary.digest {
         row(out, "digest", digest);
@@ -216,7 +222,7 @@ pub(crate) fn warnings(summary: &Summary, has_table: bool) -> Vec<String> {
 }
 
 fn state_lost(lost: &StateLoss, summary: &Summary) -> String {
-    let StateLoss { count, at_step } = lost;
+    let StateLoss { count, at_step, steps, records } = lost;
     let was_stopped = summary.state == "stopped" && *at_step == summary.steps;
     let are_rows = summary.rows_lost.is_some_and(|rows| rows.at_step >= *at_step);
     let why = match (was_stopped, are_rows) {
@@ -225,7 +231,11 @@ fn state_lost(lost: &StateLoss, summary: &Summary) -> String {
         (false, false) => "all workers were lost",
     };
     let times = times(*count);
-    format!("STATE LOST{times} at step {at_step}: {why}, and there was no checkpoint")
+    let in_all = match count {
+        ..=1 => String::new(),
+        _ => format!("; {steps} steps of {records} records in all"),
+    };
+    format!("STATE LOST{times} at step {at_step}: {why}, and there was no checkpoint{in_all}")
 }
 
 fn rows_lost(lost: &RowsLoss) -> String {

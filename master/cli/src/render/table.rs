@@ -2,9 +2,9 @@
 
 use std::fmt::Write as _;
 
-use elasticdl_master::job::{format_metrics, format_value};
+use elasticdl_master::job::{counted, format_metrics, format_value};
 use elasticdl_proto::{
-    AvoidedHost, CheckpointsSummary, DisconnectedStatus, Evaluated, ShardCounts, Status,
+    AvoidedHost, CheckpointsSummary, DisconnectedStatus, Evaluated, ShardCounts, Spares, Status,
     TablesStatus, WorkerStatus,
 };
 use indicatif::HumanBytes;
@@ -60,7 +60,9 @@ pub(crate) fn to_table(status: &Status) -> String {
         row("tables", &format!("{rows} rows in {held}, {touches} touches{risk}"));
     }
     row("generation", &status.generation.to_string());
-    row("workers", &format!("{} desired", status.workers_desired));
+    let spares = status.spares.map(|spares| format!(", {}", spares_text(&spares)));
+    let spares = spares.unwrap_or_default();
+    row("workers", &format!("{} desired{spares}", status.workers_desired));
     let in_pods = status.workers.iter().any(|worker| worker.pod.is_some());
     let has_leases = has_leases(&status.workers);
     if !status.workers.is_empty() {
@@ -134,6 +136,13 @@ fn checkpoints_row(known: &CheckpointsSummary, last: Option<u64>) -> String {
     let unsaved = unsaved.map(|(first, last)| format!("; steps {first} to {last} are in none"));
     let [error, unsaved] = [error, unsaved].map(Option::unwrap_or_default);
     format!("{newest} in {}{error}{unsaved}", known.dir.as_deref().unwrap_or_default())
+}
+
+/// What the spares do, and have done.
+pub(super) fn spares_text(spares: &Spares) -> String {
+    let Spares { desired, caught_up, promoted } = spares;
+    let number = counted(u64::from(*desired), "spare");
+    format!("{number} ({caught_up} caught up, {promoted} promoted)")
 }
 
 /// A worker without contact to the master.
@@ -266,6 +275,7 @@ pub(crate) mod tests {
             eta_s: Some(64.0),
             records_per_s: 20_000.0,
             workers_desired: 2,
+            spares: Some(Spares { desired: 2, caught_up: 1, promoted: 3 }),
             autoscale: Some("2 workers make 20000 records/s; trying 3".into()),
             workers: vec![worker(1, Some(0)), worker(2, None)],
             events: vec!["generation 2: 1 worker".into()],
@@ -320,7 +330,7 @@ loss         0.2500, learning rate 0.001
 speed        20.0 k records/s, 64 s left
 all-reduce   TCP
 generation   2
-workers      2 desired
+workers      2 desired, 2 spares (1 caught up, 3 promoted)
              worker     pid  rank  state           step  ms/step  share  limit
                   1      71     0  straggler         10      1.5   50 %  compute
                   2      72     -  training           -      1.5      -  -

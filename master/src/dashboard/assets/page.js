@@ -26,6 +26,7 @@
     const members = status.workers.filter(isMember).length;
     const size = summary ? `${summary.workers.peak} at most`
       : `${members} of ${status.workers_desired}`;
+    const spares = status.spares;
     const speed = summary ? summary.throughput.records_per_s : status.records_per_s;
     // A job that evaluates or predicts has shards and no group.
     const trains = status.shards === null;
@@ -40,6 +41,8 @@
       ["Records/s", text.number(Math.round(speed))],
       ...(trains ? [["Loss", text.number(summary ? summary.loss.last : status.loss)]] : []),
       ["Workers", size],
+      ...(spares ? [["Spares", `${spares.caught_up} of ${spares.desired} caught up, ` +
+        `${spares.promoted} promoted`]] : []),
       ...(trains ? [["Generation", text.number(status.generation)]] : []),
     ];
     if (best) {
@@ -174,7 +177,9 @@
     const rows = status.workers.map((worker) => [
       `${worker.worker}${worker.node ? ` on ${worker.node}` : ""}`,
       worker.rank === null ? "–" : worker.rank,
-      worker.straggler ? dom.make("span", { class: "straggler" }, `${worker.state}, straggler`)
+      worker.rank === null && worker.step !== null
+        ? `${worker.state} at step ${text.number(worker.step)}`
+        : worker.straggler ? dom.make("span", { class: "straggler" }, `${worker.state}, straggler`)
         : worker.state,
       worker.share === null ? "–" : text.percent(worker.share),
       ms(worker.compute_us), ms(worker.input_us), worker.limited_by ?? "–",

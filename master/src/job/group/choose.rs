@@ -1,5 +1,7 @@
 //! The choice of the next generation.
 
+use std::cmp::Reverse;
+
 use elasticdl_proto::WorkerId;
 
 use super::generation::{Change, Formation, Group};
@@ -8,6 +10,7 @@ use crate::job::time::Time;
 /// Constraints on the next generation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
+    pub(crate) now: Time,
     /// Members that are no table servers. There is always one member.
     pub(crate) min: usize,
     /// Members that are no table servers, and table servers. Further workers are spares.
@@ -28,9 +31,9 @@ pub(crate) trait Candidates {
     /// What the choice depends on, of a connected worker.
     fn get(&self, worker: WorkerId) -> Option<Candidate>;
 
-    /// Workers that can be members and are not, oldest first, and whether they have the group's
-    /// state, so that the group need not wait for them. Without those that were last heard before.
-    fn joiners(&self, heard_since: Time) -> impl Iterator<Item = (WorkerId, bool)>;
+    /// Workers that can be members and are not, oldest first. Without those that were last heard
+    /// before.
+    fn joiners(&self, now: Time, heard_since: Time) -> impl Iterator<Item = Joiner>;
 
     /// Workers that leave without which a membership was published, until its group has formed.
     fn reserve(&self) -> impl Iterator<Item = WorkerId>;
@@ -43,6 +46,19 @@ pub(crate) struct Candidate {
     pub(crate) is_leaving: bool,
     pub(crate) holds_state: bool,
     pub(crate) serves_tables: bool,
+}
+
+/// A worker that can be a member and is not.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Joiner {
+    pub(crate) id: WorkerId,
+    /// Whether the group need not wait for it.
+    pub(crate) is_caught_up: bool,
+    pub(crate) has_state: bool,
+    /// Steps that its state contains, as far as is known.
+    pub(crate) step: u64,
+    /// Whether it has the group's state, and has stopped to follow it.
+    pub(crate) lags: bool,
 }
 
 impl Group {
@@ -70,7 +86,11 @@ impl Group {
         });
         // While a group trains, a joiner fetches its state first, so that no member waits for it.
         // If all wait anyway, or no member has a state, it joins without the state.
-        let joiners = |may: fn(bool) -> bool| -> Vec<WorkerId> {
+        let candidates: Vec<Joiner> = workers.joiners(limits.now, limits.heard_since).collect();
+        let others_have_state = survivors.iter().any(holds_state)
+            || candidates.iter().any(|joiner| joiner.has_state && !joiner.lags);
+        let follows = |joiner: &Joiner| !(joiner.lags && others_have_state);
+        let joiners = |may: &dyn Fn(&Joiner) -> bool| -> Vec<WorkerId> {
             let mut left = vacancies;
             let mut has_room = |&id: &WorkerId| {
                 let serves_tables = workers.get(id).is_some_and(|w| w.serves_tables);
@@ -79,22 +99,24 @@ impl Group {
                 *left = left.saturating_sub(1);
                 has_room
             };
-            let joiners = workers.joiners(limits.heard_since);
-            let joiners = joiners.filter(|&(_, is_caught_up)| may(is_caught_up));
-            // Those that have the state come first: if all members are lost, they alone have it.
-            let (first, rest): (Vec<_>, Vec<_>) = joiners.partition(|(_, has_state)| *has_state);
-            let joiners = first.into_iter().chain(rest).map(|(id, _)| id);
-            joiners.filter(|id| has_room(id)).collect()
+            let mut joiners: Vec<&Joiner> = candidates.iter().filter(|j| may(j)).collect();
+            // Those that have the state come first, with the newest one before others: if all
+            // members are lost, they alone have it.
+            joiners.sort_by_key(|joiner| (!joiner.is_caught_up, Reverse(joiner.step)));
+            joiners.into_iter().map(|joiner| joiner.id).filter(|id| has_room(id)).collect()
         };
         let are_enough = |members: &[WorkerId]| {
             let computes = |id: &&WorkerId| workers.get(**id).is_some_and(|w| !w.serves_tables);
             !members.is_empty() && members.iter().filter(computes).count() >= limits.min
         };
-        let caught_up = joiners(|is_caught_up| is_caught_up);
-        let group_waits =
-            self.is_broken() && !are_enough(&[ids(&survivors), caught_up.clone()].concat());
+        let are_enough_with =
+            |joiners: &[WorkerId]| are_enough(&[&*ids(&survivors), joiners].concat());
+        let caught_up = joiners(&|joiner| joiner.is_caught_up && follows(joiner));
+        let group_waits = self.is_broken() && !are_enough_with(&caught_up);
         let joiners = if group_waits || !survivors.iter().any(holds_state) {
-            joiners(|_| true)
+            Some(joiners(&follows))
+                .filter(|following| are_enough_with(following))
+                .unwrap_or_else(|| joiners(&|_| true))
         } else {
             caught_up
         };

@@ -24,6 +24,9 @@
 //! Once a member has reported its final state, it and all others wait for those that have not. The
 //! lowest rank exports the model before it reports.
 //!
+//! A group that forms with the state of its spares does without one that hangs, if others have the
+//! state as well.
+//!
 //! **Invariant:** a group that evaluates, starts from a checkpoint or waits for storage, and a
 //! member that exports, are not judged by the length of the job's steps.
 
@@ -35,6 +38,7 @@ use crate::job::action::MasterMessage;
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
 use crate::job::time::Time;
+use crate::job::workers::state::Worker;
 use crate::job::workers::table::launch_of;
 
 /// A member for which the others have waited for longer than the limit.
@@ -124,7 +128,9 @@ impl Job {
         if let Some(since) = self.group.finishing_since() {
             return self.late_final_reports(now, since, heartbeat);
         }
-        let (mut limit, is_at_end) = (self.step_limit(), self.is_at_end());
+        let may_do_without = self.may_do_without_computing(now);
+        let limit = if may_do_without { JOIN_LIMIT } else { Duration::MAX };
+        let (mut limit, is_at_end) = (self.step_limit().min(limit), self.is_at_end());
         let (mut others_wait, mut is_behind, mut computing) = (false, false, Vec::new());
         for id in self.taking_part() {
             let Some(w) = self.workers.get(id) else { continue };
@@ -154,8 +160,26 @@ impl Job {
             let is_hung = self.lifecycle.is_running() && now.since(self.group.progressed()) > limit;
             computing = computing.pop().filter(|_| is_hung).into_iter().collect();
         }
-        let missing = if is_at_end { PART_OF_END } else { PART_OF_STEP };
+        let missing = match is_at_end {
+            _ if may_do_without => PART_OF_JOIN,
+            true => PART_OF_END,
+            false => PART_OF_STEP,
+        };
         computing.into_iter().map(|worker| Hung { worker, limit, missing }).collect()
+    }
+
+    /// Whether a group forms with a state, and those of its members that wait for no other have
+    /// only followed that state, which others have as well.
+    fn may_do_without_computing(&self, now: Time) -> bool {
+        if self.group.is_formed() || !self.group.carries_state() {
+            return false;
+        }
+        let waits = |w: &Worker| w.stalled().is_some_and(|s| self.group.is_stall_of(s.stall()));
+        let members = || self.workers.members().map(|(_, w)| w);
+        let have_followed =
+            members().filter(|w| !waits(w)).all(|w| w.has_state() && !w.holds_state());
+        let others = self.workers.joiners().map(|(_, w)| w).filter(|w| !w.lags(now));
+        have_followed && members().filter(|w| waits(w)).chain(others).any(Worker::has_state)
     }
 
     /// The members whose final report the others have awaited for too long since `since`.
@@ -237,12 +261,16 @@ impl Job {
 const STACKS_WAIT: Duration = Duration::from_secs(2);
 /// The least limit that is learned: users' code compiles, loads and prints in a step.
 const LIMIT_MIN: Duration = Duration::from_secs(600);
+/// How long a member that has followed the state may take to join its group, if others have the
+/// state.
+const JOIN_LIMIT: Duration = Duration::from_secs(60);
 /// The limit while no step, or no evaluation, has shown how long it takes.
 const LIMIT_UNKNOWN: Duration = Duration::from_secs(3600);
 /// A step this many times as long as usual hangs.
 const USUAL_TIMES: u32 = 20;
 /// What a hung member did not do.
 const PART_OF_STEP: &str = "finished its part of a step";
+const PART_OF_JOIN: &str = "joined its group";
 const PART_OF_END: &str =
     "done its part of the last evaluation, checkpoint or comparison of states";
 const FINAL_REPORT: &str = "reported its final state, nor exported the model,";

@@ -47,9 +47,15 @@ impl Job {
     /// tell that they hold a state.
     pub(crate) fn on_heartbeat(&mut self, now: Time, worker: WorkerId, heartbeat: Heartbeat) {
         let interval = self.spec.options.heartbeat().unwrap_or_default();
+        let newest = (self.group.is_formed() && !self.group.is_broken()).then(|| self.data.step());
         let Some(w) = self.workers.get_mut(worker) else { return };
         w.note_stall(now, heartbeat.stall, interval);
         w.usage = heartbeat.usage.or(w.usage);
+        let lagged = w.lags(now);
+        heartbeat.step.into_iter().for_each(|step| w.note_step(now, step, newest));
+        if lagged && !w.lags(now) {
+            return self.reconcile(now);
+        }
         if heartbeat.holds_state && w.is_member() && !w.holds_state() {
             w.hold_state();
             self.out.mark_dirty();

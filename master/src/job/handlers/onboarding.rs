@@ -190,6 +190,7 @@ impl Job {
         } else if w.stage() == Stage::Fetching {
             // A worker that gave up the fetch reports step 0.
             w.catch_up(step > 0);
+            w.follow_anew();
             self.reconcile(now);
         }
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use elasticdl_proto::{Cause, MembershipChange, WorkerId};
 
 use crate::job::action::{MasterMessage, Membership};
-use crate::job::group::choose::{Candidate, Candidates, Limits};
+use crate::job::group::choose::{Candidate, Candidates, Joiner, Limits};
 use crate::job::group::generation::Change;
 use crate::job::group::topology::arrange;
 use crate::job::job::Job;
@@ -29,9 +29,15 @@ impl Candidates for WorkerTable {
         })
     }
 
-    fn joiners(&self, heard_since: Time) -> impl Iterator<Item = (WorkerId, bool)> {
+    fn joiners(&self, now: Time, heard_since: Time) -> impl Iterator<Item = Joiner> {
         let joiners = self.joiners().filter(move |(_, w)| w.heard() >= heard_since);
-        joiners.map(|(id, w)| (id, w.stage() == Stage::Ready))
+        joiners.map(move |(id, w)| Joiner {
+            id,
+            is_caught_up: w.stage() == Stage::Ready,
+            has_state: w.has_state(),
+            step: w.followed_step().unwrap_or_default(),
+            lags: w.lags(now),
+        })
     }
 
     fn reserve(&self) -> impl Iterator<Item = WorkerId> {
@@ -76,6 +82,7 @@ impl Job {
         self.watch_window(now);
         let is_ending = is_stopping || self.lifecycle.is_suspended();
         let limits = Limits {
+            now,
             // A group that only has to finish its step needs no further members.
             min: if is_ending { 0 } else { self.spec.min_workers as usize },
             wanted: [self.lifecycle.wanted(), self.spec.options.table_servers]
@@ -143,6 +150,11 @@ impl Job {
             joined: begun.joined,
             ..MembershipChange::default()
         };
+        if self.spec.spares > 0 && !(record.lost.is_empty() && record.left.is_empty()) {
+            let has_state = |id: &&WorkerId| workers.get(**id).is_some_and(Worker::has_state);
+            let promoted = record.joined.iter().filter(has_state).count();
+            reporting.totals.spares_promoted += promoted as u64;
+        }
         let members = workers.members().collect::<Vec<_>>();
         let carries_state = members.iter().any(|(_, w)| w.has_state());
         self.lifecycle.note_published();

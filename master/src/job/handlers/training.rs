@@ -26,10 +26,12 @@ impl Job {
         }
         let Some(ledger) = self.check_ledger(now, worker, report) else { return };
         self.out.mark_dirty();
+        let is_of_others = step > 0 && !self.workers.members().any(|(_, w)| w.holds_state());
         self.workers.form(worker);
         self.lifecycle.close_divergence();
+        let records = self.data.counted();
         self.data.replace_ledger(ledger);
-        if step == 0 && self.begins_anew(now) {
+        if step == 0 && self.begins_anew(now, records) {
             return;
         }
         if step == 0 {
@@ -58,6 +60,9 @@ impl Job {
         // All members have met, although their last heartbeats may report a wait before that.
         self.workers.connected_mut().for_each(|(_, w)| w.restart_wait(now));
         self.release_reserve(now);
+        if is_of_others {
+            self.request_due_checkpoint(now);
+        }
         self.request_checkpoint();
         self.watch_leavers(now);
         self.try_finish_takeover(now);

@@ -14,7 +14,7 @@ pub(crate) mod removal;
 pub(crate) mod restart;
 pub(crate) mod shutdown;
 pub(crate) mod state;
-mod state_loss;
+pub(crate) mod state_loss;
 mod suspension;
 mod takeover;
 mod takeover_state;

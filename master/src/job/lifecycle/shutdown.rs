@@ -310,7 +310,7 @@ impl Job {
     pub(crate) fn end_stopped(&mut self) {
         let step = self.data.step();
         if self.spec.options.work.trains() && step > 0 && !self.reporting.has_checkpoint() {
-            self.note_state_lost(step);
+            self.note_state_lost(self.data.counted());
         }
         self.log_unexported();
         self.lifecycle.phase = Phase::Ending(Outcome::Stopped);

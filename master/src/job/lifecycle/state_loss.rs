@@ -43,21 +43,21 @@ impl Job {
             && self.reporting.has_formed()
             && !(may_begin || self.may_begin_again() || self.may_hold_state());
         if is_lost {
-            self.on_state_lost(now, self.data.step());
+            self.on_state_lost(now, self.data.counted());
         }
         is_lost
     }
 
-    /// Handles a group that formed at step 0 although the job had a state. Returns whether that
-    /// ends the job.
-    pub(crate) fn begins_anew(&mut self, now: Time) -> bool {
+    /// Handles a group that formed at step 0 although the job had a state, of so many records.
+    /// Returns whether that ends the job.
+    pub(crate) fn begins_anew(&mut self, now: Time, records: u64) -> bool {
         // A group that carries the state may be one step behind the last report of a lost lowest
         // rank.
         let held = u64::from(self.group.carries_state());
         if self.group.is_restored() || self.data.step() <= held {
             return false;
         }
-        self.on_state_lost(now, self.data.step());
+        self.on_state_lost(now, records);
         !self.lifecycle.is_active()
     }
 
@@ -88,8 +88,9 @@ impl Job {
         self.reporting.reported_last().since(began)
     }
 
-    fn on_state_lost(&mut self, now: Time, step: u64) {
-        self.note_state_lost(step);
+    fn on_state_lost(&mut self, now: Time, records: u64) {
+        let step = self.data.step();
+        self.note_state_lost(records);
         // The whole text has been logged.
         let cause = self
             .reporting
@@ -131,9 +132,9 @@ impl Job {
         self.end(now, Outcome::Failed, Some(error));
     }
 
-    /// Counts the loss of a state of `step` without a checkpoint.
-    pub(crate) fn note_state_lost(&mut self, step: u64) {
-        self.reporting.lose_state(step);
+    /// Counts the loss of the newest state, of so many records, without a checkpoint.
+    pub(crate) fn note_state_lost(&mut self, records: u64) {
+        self.reporting.lose_state(self.data.step(), records);
         self.out.mark_dirty();
     }
 
@@ -270,6 +271,6 @@ impl Job {
 /// How long a job that fails waits until its newest state is stored.
 const GIVE_UP_WAIT: Duration = Duration::from_secs(60);
 /// The first checkpoint is due after this time, if the interval is longer.
-const FIRST_CHECKPOINT: Duration = Duration::from_secs(30);
+pub(crate) const FIRST_CHECKPOINT: Duration = Duration::from_secs(30);
 /// The default of `--checkpoint-every`.
 const INTERVAL_WITHOUT_CHECKPOINTS: Duration = Duration::from_secs(300);

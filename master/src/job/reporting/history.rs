@@ -36,7 +36,7 @@ pub(crate) struct JobHistory {
     /// The newest change, until its pause has been logged.
     change: Option<Change>,
     failed_shards: Vec<FailedShard>,
-    pub(super) totals: Totals,
+    pub(crate) totals: Totals,
     pub(super) smoothed: Smoothed,
     pub(super) learning_rate: Option<f64>,
     pub(super) tables: Option<TablesStatus>,
@@ -101,6 +101,9 @@ pub(crate) struct Totals {
     pub(super) peak: u32,
     /// Launches that replaced an ended one.
     pub(super) restarts: u64,
+    /// How often a spare has taken the place of a member.
+    #[serde(default)]
+    pub(crate) spares_promoted: u64,
     pub(crate) formed_first: Option<Time>,
     /// Records and steps of the first group's state when it formed.
     pub(crate) begun_with: (u64, u64),
@@ -380,10 +383,13 @@ impl JobHistory {
         self.counters.stalls += 1;
     }
 
-    /// Counts the loss of a state of `step` without a checkpoint.
-    pub(crate) fn lose_state(&mut self, step: u64) {
-        let count = self.totals.state_lost.map_or(0, |loss| loss.count) + 1;
-        self.totals.state_lost = Some(StateLoss { count, at_step: step });
+    /// Counts the loss of a state of so many steps and records without a checkpoint.
+    pub(crate) fn lose_state(&mut self, step: u64, records: u64) {
+        let lost = self.totals.state_lost.get_or_insert_default();
+        lost.count += 1;
+        lost.at_step = step;
+        lost.steps += step;
+        lost.records += records;
         self.counters.state_losses += 1;
     }
 

@@ -24,6 +24,11 @@ impl LateCheckpoints {
         std::mem::replace(self, Self { heard: Some((now, step)), ..Self::default() }).is_reported
     }
 
+    /// How long nothing was heard of a checkpoint; `None` before the first step.
+    pub(super) fn waited(&self, now: Time) -> Option<Duration> {
+        self.heard.map(|(at, _)| now.since(at))
+    }
+
     /// `step` is committed: the time since the last checkpoint, if the next one is to be reported
     /// as late, once.
     pub(super) fn late(

@@ -2,11 +2,14 @@
 
 use std::time::Duration;
 
-use elasticdl_proto::{BestEvaluation, Kept, RestoredCheckpoint, SavedCheckpoint, WorkerId};
+use elasticdl_proto::{
+    BestEvaluation, CheckpointEvery, Kept, RestoredCheckpoint, SavedCheckpoint, WorkerId,
+};
 
 use crate::job::action::MasterMessage;
 use crate::job::event::{CheckpointNews, Evaluated};
 use crate::job::job::Job;
+use crate::job::lifecycle::state_loss::FIRST_CHECKPOINT;
 use crate::job::spec::OnRowsLost;
 use crate::job::text::{clip, format_metrics, format_value};
 use crate::job::time::Time;
@@ -38,6 +41,20 @@ impl Job {
              ended; steps {first} to {last} are in none",
             waited.as_secs()
         ));
+    }
+
+    /// A group goes on without any member of the one before, whose clocks said when a checkpoint is
+    /// due: its members' begin anew, and may never come so far if they are lost as well.
+    pub(crate) fn request_due_checkpoint(&mut self, now: Time) {
+        let Some(spec) = &self.spec.options.checkpoints else { return };
+        let CheckpointEvery::Time(every) = spec.every else { return };
+        let every = match self.reporting.has_checkpoint() {
+            true => every,
+            false => every.min(FIRST_CHECKPOINT),
+        };
+        if self.reporting.late_checkpoints.waited(now).is_some_and(|waited| waited >= every) {
+            self.reporting.want_checkpoint();
+        }
     }
 
     /// Forwards the user's request to the lowest rank, which informs the others. Called again for

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use elasticdl_proto::{
     CheckpointsSummary, DisconnectedStatus, Evaluated, EvaluationsSummary, Generation,
-    LaunchStatus, Ledger, PriorityTierStatus, RecordsSummary, Status, Summary, WorkerId,
+    LaunchStatus, Ledger, PriorityTierStatus, RecordsSummary, Spares, Status, Summary, WorkerId,
     WorkerStatus, WorkersSummary, failed_export,
 };
 
@@ -82,6 +82,7 @@ impl Job {
             records_per_s: self.reporting.speed.records_per_s(now),
             stop_reason: self.lifecycle.stop_reason().map(str::to_owned),
             workers_desired: self.lifecycle.wanted(),
+            spares: self.spares(now),
             autoscale: self.lifecycle.autoscale_finding().map(str::to_owned),
             shards: self.data.shards().map(ShardLeases::counts),
             memberships: self.reporting.memberships_last(),
@@ -145,6 +146,7 @@ impl Job {
             Stage::Describing => "describing",
             Stage::Preparing => "preparing",
             Stage::Fetching => "fetching",
+            Stage::Ready if worker.lags(now) => "lagging",
             Stage::Ready if self.spec.spares > 0 => "spare",
             Stage::Ready => "ready",
             Stage::Member { .. } => match self.spec.options.work {
@@ -163,7 +165,10 @@ impl Job {
             state: state.into(),
             pod: None,
             node: None,
-            step: (is_member && worker.holds_state()).then_some(self.data.step()),
+            step: match is_member {
+                true => worker.holds_state().then_some(self.data.step()),
+                false => worker.followed_step().filter(|_| worker.has_state()),
+            },
             compute_us: last.map_or(0, |last| last.rank.compute_us),
             share: last.map(LastStep::share),
             input_us: last.map_or(0, |last| last.rank.input_us),
@@ -175,6 +180,17 @@ impl Job {
             table_bytes: last.map(|last| last.rank.table_bytes).filter(|&bytes| bytes > 0),
             leased_records: self.data.shards().map(|shards| shards.records_leased_to(id)),
         }
+    }
+
+    /// The spares, if the job keeps any.
+    fn spares(&self, now: Time) -> Option<Spares> {
+        let follows = |w: &Worker| w.stage() == Stage::Ready && w.has_state() && !w.lags(now);
+        let caught_up = self.workers.joiners().filter(|(_, w)| follows(w)).count();
+        (self.spec.spares > 0).then_some(Spares {
+            desired: self.spec.spares,
+            caught_up: u32::try_from(caught_up).expect("workers are limited"),
+            promoted: self.reporting.totals.spares_promoted,
+        })
     }
 
     /// What most of the step's time went to. In shared memory nothing is transferred, so the rest
@@ -302,6 +318,7 @@ impl Job {
                 last,
                 table_servers: self.spec.options.table_servers,
                 restarts: self.reporting.totals.restarts,
+                spares: self.spares(now),
             },
             memberships: self.reporting.memberships(),
             loss: self.reporting.loss(),

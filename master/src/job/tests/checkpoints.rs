@@ -7,7 +7,7 @@ use super::super::*;
 use super::directed::{actions, at, committed, connect, deliver, formed, lose, started};
 use crate::job::testing::spec;
 
-fn kept() -> JobSpec {
+pub(super) fn kept() -> JobSpec {
     let every = CheckpointEvery::Time(std::time::Duration::from_secs(60));
     JobSpec {
         options: WorkerOptions {
@@ -24,7 +24,7 @@ fn kept() -> JobSpec {
 }
 
 /// The workers of which these actions request a checkpoint.
-fn asked(job: &mut Job) -> Vec<u64> {
+pub(super) fn asked(job: &mut Job) -> Vec<u64> {
     let asked = actions(job).into_iter().filter_map(|action| match action {
         Action::Send { worker, message: MasterMessage::KeepCheckpoint } => Some(worker.0),
         _ => None,

@@ -38,7 +38,12 @@ fn deliver(job: &mut Job, ms: u64, worker: u64, message: WorkerMessage) {
 
 /// Passes the seconds from `from` to `until`. All `workers` send heartbeats; those of `waiting`
 /// have waited since the second that is given.
-fn pass(job: &mut Job, (from, until): (u64, u64), workers: &[u64], waiting: &[(u64, u64)]) {
+pub(super) fn pass(
+    job: &mut Job,
+    (from, until): (u64, u64),
+    workers: &[u64],
+    waiting: &[(u64, u64)],
+) {
     for ms in (from * 1000..until * 1000).step_by(50) {
         for &worker in workers {
             let since = waiting.iter().find(|w| w.0 == worker).map(|w| w.1 * 1000);
@@ -51,7 +56,7 @@ fn pass(job: &mut Job, (from, until): (u64, u64), workers: &[u64], waiting: &[(u
                 far: [None; 2],
                 since: Duration::from_millis(ms.saturating_sub(since)),
             });
-            let heartbeat = Heartbeat { stall, holds_state: false, usage: None };
+            let heartbeat = Heartbeat { stall, ..Heartbeat::default() };
             deliver(job, ms, worker, WorkerMessage::Heartbeat(heartbeat));
         }
         job.handle_timeout(at(ms));
@@ -59,7 +64,7 @@ fn pass(job: &mut Job, (from, until): (u64, u64), workers: &[u64], waiting: &[(u
 }
 
 /// The workers that were asked for their stacks, and those that were killed.
-fn asked_and_killed(job: &mut Job) -> (Vec<u64>, Vec<u64>) {
+pub(super) fn asked_and_killed(job: &mut Job) -> (Vec<u64>, Vec<u64>) {
     let (mut asked, mut killed) = (Vec::new(), Vec::new());
     for action in actions(job) {
         match action {
@@ -307,7 +312,7 @@ fn an_only_member_that_stands_still_at_links_of_an_earlier_generation_is_evicted
                 far: [None; 2],
                 since: Duration::from_millis(ms),
             };
-            let heartbeat = Heartbeat { stall: Some(stall), holds_state: false, usage: None };
+            let heartbeat = Heartbeat { stall: Some(stall), ..Heartbeat::default() };
             deliver(&mut job, ms, 2, WorkerMessage::Heartbeat(heartbeat));
             job.handle_timeout(at(ms));
         }
@@ -398,7 +403,7 @@ fn watched(num_workers: u32) -> JobSpec {
 fn without_the_reporter(holds_state: bool) -> Job {
     let mut job = published(watched(3), &[40]);
     for worker in [2, 3] {
-        let heartbeat = Heartbeat { stall: None, holds_state, usage: None };
+        let heartbeat = Heartbeat { holds_state, ..Heartbeat::default() };
         deliver(&mut job, 0, worker, WorkerMessage::Heartbeat(heartbeat));
     }
     job.handle(at(0), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Signal(9) });

@@ -46,11 +46,7 @@ fn pass_waiting(job: &mut Job, from: u64, until: u64, beating: &[u64], stopped: 
                 at(ms),
                 Event::Message {
                     worker: WorkerId(worker),
-                    message: WorkerMessage::Heartbeat(Heartbeat {
-                        stall,
-                        holds_state: false,
-                        usage: None,
-                    }),
+                    message: WorkerMessage::Heartbeat(Heartbeat { stall, ..Heartbeat::default() }),
                 },
             );
         }

@@ -56,7 +56,10 @@ fn a_state_without_any_checkpoint_is_lost_with_its_last_worker_at_once() {
         error.contains("the state of step 3") && error.contains("--restart-without-checkpoint"),
         "{error}"
     );
-    assert_eq!(job.summary(at(0)).state_lost, Some(StateLoss { count: 1, at_step: 3 }));
+    assert_eq!(
+        job.summary(at(0)).state_lost,
+        Some(StateLoss { count: 1, at_step: 3, steps: 3, records: 12 })
+    );
     // Nothing was trained, so nothing is lost.
     let mut job = started(alone(false), &[20]);
     lose(&mut job, 1);
@@ -189,7 +192,8 @@ fn with_restart_without_checkpoint_training_starts_again_and_each_loss_is_counte
         replaced(&mut job, 3, 3, 0);
         assert_eq!(ends(&mut job), None);
         let lost = job.summary(at(0)).state_lost;
-        assert_eq!(lost, Some(StateLoss { count: 2, at_step: 1 }), "checkpoints: {checkpoints}");
+        let both = StateLoss { count: 2, at_step: 1, steps: 4, records: 16 };
+        assert_eq!(lost, Some(both), "checkpoints: {checkpoints}");
         // The successor master knows it.
         let next = Job::restore(job.to_persisted(), at(5)).unwrap();
         assert_eq!(next.summary(at(5)).state_lost, lost);

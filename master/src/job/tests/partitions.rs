@@ -82,11 +82,7 @@ impl World {
                 self.now,
                 Event::Message {
                     worker,
-                    message: WorkerMessage::Heartbeat(Heartbeat {
-                        stall,
-                        holds_state: false,
-                        usage: None,
-                    }),
+                    message: WorkerMessage::Heartbeat(Heartbeat { stall, ..Heartbeat::default() }),
                 },
             );
             self.drain_actions();

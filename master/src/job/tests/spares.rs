@@ -1,11 +1,13 @@
 //! Spares: workers that have the state, and are members when others are lost.
 
-use elasticdl_proto::{Generation, WorkerId, WorkerOptions};
+use elasticdl_proto::{Generation, Spares, WorkerId, WorkerOptions, WorkerStatus};
 
 use super::super::*;
+use super::checkpoints::{asked, kept};
 use super::directed::{
     actions, at, committed, connect, deliver, formed, launch_at, lose, memberships,
 };
+use super::hung::{asked_and_killed, pass};
 use super::stall::heartbeat;
 use crate::job::testing::{dataset, spec};
 
@@ -149,5 +151,131 @@ fn a_spare_that_goes_on_alone_from_an_earlier_step_is_no_secret() {
             "goes on from step 1; 1 step after it, which only workers that are lost have made";
         let found = events.iter().filter(|event| event.contains(text)).count();
         assert_eq!(found, said, "{events:?}");
+    }
+}
+
+/// Heartbeats of spares whose states contain these steps, each second while the group makes `steps`
+/// more steps.
+fn follow(job: &mut Job, steps: u64, spares: &[(u64, u64)]) {
+    let (generation, before) = (job.group.generation().0, job.status(at(0)).step);
+    let reporter = job.group.members()[0];
+    for step in before + 1..=before + steps {
+        let message = committed(generation, step, &[]);
+        job.handle(at(step * 1000), Event::Message { worker: reporter, message });
+        for &(spare, step_of_spare) in spares {
+            let step_of_spare = Some(step_of_spare.min(step));
+            let heartbeat = Heartbeat { step: step_of_spare, ..Heartbeat::default() };
+            let message = WorkerMessage::Heartbeat(heartbeat);
+            job.handle(at(step * 1000), Event::Message { worker: WorkerId(spare), message });
+        }
+    }
+    actions(job);
+}
+
+#[test]
+fn a_spare_that_does_not_follow_takes_no_place_until_it_does() {
+    let mut job = formed_with(2, 0);
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    caught_up(&mut job, 4..=5);
+    follow(&mut job, 20, &[(4, 3), (5, u64::MAX)]);
+    lose(&mut job, 20_000, 2);
+    assert_eq!(members(&mut job), Some((Generation(2), vec![1, 3, 5])));
+    let mut job = formed_with(1, 0);
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    caught_up(&mut job, 4..=4);
+    follow(&mut job, 20, &[(4, 3)]);
+    lose(&mut job, 20_000, 2);
+    assert_eq!(members(&mut job), Some((Generation(2), vec![1, 3])));
+    deliver(&mut job, 1, formed(2, 20, &[]));
+    deliver(&mut job, 4, WorkerMessage::CaughtUp { step: 20 });
+    assert_eq!(members(&mut job), Some((Generation(3), vec![1, 3, 4])));
+}
+
+#[test]
+fn the_status_tells_of_each_spare_whether_it_follows_and_how_often_one_was_promoted() {
+    let mut job = formed_with(2, 0);
+    let spares = |job: &Job, s: u64| {
+        let status = job.status(at(s * 1000));
+        let of_worker =
+            |w: &WorkerStatus| (w.rank.is_none()).then(|| (w.state.to_string(), w.step));
+        (status.spares, status.workers.iter().filter_map(of_worker).collect::<Vec<_>>())
+    };
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    caught_up(&mut job, 4..=5);
+    follow(&mut job, 20, &[(4, 3), (5, u64::MAX)]);
+    let workers = vec![("lagging".to_owned(), Some(3)), ("spare".to_owned(), Some(20))];
+    let known = Spares { desired: 2, caught_up: 1, promoted: 0 };
+    assert_eq!(spares(&job, 20), (Some(known), workers));
+    lose(&mut job, 20_000, 2);
+    let known = Spares { desired: 2, caught_up: 0, promoted: 1 };
+    assert_eq!(spares(&job, 20).0, Some(known));
+    let next = Job::restore(job.to_persisted(), at(21_000)).unwrap();
+    assert_eq!(next.summary(at(21_000)).workers.spares, Some(known));
+}
+
+#[test]
+fn more_spares_than_can_be_needed_are_refused() {
+    let of = |spares| JobSpec { num_workers: 2, max_workers: 3, spares, ..spec() };
+    assert!(of(6).check().is_ok());
+    let error = of(7).check().unwrap_err().to_string();
+    assert!(error.contains("spares") && error.contains("at most twice max_workers"), "{error}");
+}
+
+#[test]
+fn if_all_members_are_lost_the_spare_with_the_newest_state_goes_on() {
+    for (spares, taken) in [
+        (vec![(2, 3), (3, u64::MAX)], 3),
+        (vec![(2, 19), (3, u64::MAX)], 3),
+        (vec![(2, 3), (3, 4)], 3),
+        // It has the only state.
+        (vec![(2, 3)], 2),
+    ] {
+        let mut job = formed_of(1, 2, 0);
+        deliver(&mut job, 1, formed(1, 0, &[]));
+        spares.iter().for_each(|&(spare, _)| caught_up(&mut job, spare..=spare));
+        follow(&mut job, 20, &spares);
+        lose(&mut job, 20_000, 1);
+        assert_eq!(members(&mut job), Some((Generation(2), vec![taken])), "{spares:?}");
+    }
+}
+
+#[test]
+fn a_spare_that_hangs_as_it_is_to_go_on_is_replaced_by_another_one() {
+    let mut job = formed_of(1, 2, 0);
+    job.spec.options.worker_timeout = Some(std::time::Duration::from_secs(1));
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    caught_up(&mut job, 2..=3);
+    lose(&mut job, 5, 1);
+    assert_eq!(members(&mut job), Some((Generation(2), vec![2])));
+    job.watch_heartbeats(at(1000));
+    pass(&mut job, (1, 60), &[2, 3], &[]);
+    assert_eq!(asked_and_killed(&mut job).0, [0; 0]);
+    pass(&mut job, (60, 62), &[2, 3], &[]);
+    assert_eq!(asked_and_killed(&mut job).0, [2]);
+    pass(&mut job, (62, 65), &[2, 3], &[]);
+    assert_eq!(members(&mut job), Some((Generation(3), vec![3])));
+    let events = job.status(at(65_000)).events;
+    let text = "worker 2 has not joined its group within 60 s";
+    assert!(events.iter().any(|event| event.contains(text)), "{events:?}");
+    // The last one has the only state.
+    pass(&mut job, (65, 130), &[3], &[]);
+    assert_eq!(asked_and_killed(&mut job).0, [0; 0]);
+}
+
+#[test]
+fn losses_of_all_members_do_not_put_off_a_checkpoint() {
+    let mut job = formed_of(1, 2, 0);
+    job.spec.options.checkpoints = kept().options.checkpoints;
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    // The first one is due after 30 s.
+    for (step, worker, s, wants) in [(1, 2, 20, false), (2, 3, 40, true)] {
+        let message = committed(worker - 1, step, &[(step - 1, step)]);
+        deliver(&mut job, worker - 1, message);
+        (worker..=3).for_each(|i| deliver(&mut job, i, WorkerMessage::CaughtUp { step }));
+        lose(&mut job, s * 1000, worker - 1);
+        assert_eq!(members(&mut job), Some((Generation(worker), vec![worker])));
+        let message = formed(worker, step, &[(0, step)]);
+        job.handle(at(s * 1000), Event::Message { worker: WorkerId(worker), message });
+        assert_eq!(asked(&mut job), if wants { vec![worker] } else { vec![] });
     }
 }

@@ -60,7 +60,7 @@ fn beat(job: &mut Job, ms: u64, worker: u64, stall: Option<Stall>) {
         at(ms),
         Event::Message {
             worker: WorkerId(worker),
-            message: WorkerMessage::Heartbeat(Heartbeat { stall, holds_state: false, usage: None }),
+            message: WorkerMessage::Heartbeat(Heartbeat { stall, ..Heartbeat::default() }),
         },
     );
 }

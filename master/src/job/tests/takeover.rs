@@ -526,7 +526,10 @@ fn a_stop_that_loses_the_members_tells_which_state_is_lost() {
         }
         let summary = job.summary(at(60_000));
         assert_eq!(job.outcome(), Some(Outcome::Stopped));
-        assert_eq!(summary.state_lost, Some(StateLoss { count: 1, at_step: 650 }));
+        assert_eq!(
+            summary.state_lost,
+            Some(StateLoss { count: 1, at_step: 650, steps: 650, records: 0 })
+        );
         let records = &summary.records;
         assert_eq!((records.expected, records.counted, records.not_trained), (40, 0, 40));
     }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::state::Worker;
 use crate::job::event::Stall;
 use crate::job::time::Time;
 
@@ -51,6 +52,78 @@ impl Stalled {
     }
 }
 
+/// How a worker that is no member follows the state of the group.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Follower {
+    /// Steps that its state contains; `None` until it has told.
+    step: Option<u64>,
+    /// When it was last seen to make a step, or to have that of the group.
+    moved: Time,
+}
+
+impl Worker {
+    /// Time of its last message.
+    pub(crate) fn heard(&self) -> Time {
+        self.heard
+    }
+
+    /// Notes a message at `now`.
+    pub(crate) fn hear(&mut self, now: Time) {
+        self.heard = now;
+    }
+
+    /// Ignores the time until `now`: this master did not read the worker's messages.
+    pub(crate) fn excuse_silence(&mut self, now: Time) {
+        (self.heard, self.stalled, self.follower.moved) = (now, None, now);
+    }
+
+    /// Whether its last heartbeats came in time.
+    pub(crate) fn is_heard(&self, now: Time, heartbeat: Duration) -> bool {
+        is_fresh(self.heard, now, heartbeat)
+    }
+
+    /// Set if its last heartbeat reported that it waits for its neighbours.
+    pub(crate) fn stalled(&self) -> Option<&Stalled> {
+        self.stalled.as_ref()
+    }
+
+    /// Notes a heartbeat.
+    pub(crate) fn note_stall(&mut self, now: Time, stall: Option<Stall>, heartbeat: Duration) {
+        self.stalled = stall.map(|stall| Stalled::after(self.stalled, now, stall, heartbeat));
+    }
+
+    /// Notes that its state contains `step` steps. `newest`: those of the group; `None` while the
+    /// group makes none.
+    pub(crate) fn note_step(&mut self, now: Time, step: u64, newest: Option<u64>) {
+        let is_there = newest.is_none_or(|newest| step >= newest);
+        if self.follower.step != Some(step) || (is_there && !self.lags(now)) {
+            self.follower = Follower { step: Some(step), moved: now };
+        }
+    }
+
+    /// It has caught up: what it told before is over.
+    pub(crate) fn follow_anew(&mut self) {
+        self.follower = Follower::default();
+    }
+
+    /// Steps that its state contained when it last told, while it is no member; `None` if it has
+    /// not.
+    pub(crate) fn followed_step(&self) -> Option<u64> {
+        self.follower.step.filter(|_| !self.is_member())
+    }
+
+    /// Whether it has fetched the state, and has made no step for long while the group made some:
+    /// its trainer hangs, or it fetches the state anew.
+    pub(crate) fn lags(&self, now: Time) -> bool {
+        self.has_state() && self.followed_step().is_some() && now.since(self.follower.moved) > LAG
+    }
+
+    /// Restarts its wait, if it waits: what it waited for has arrived.
+    pub(crate) fn restart_wait(&mut self, now: Time) {
+        self.stalled.iter_mut().for_each(|stalled| stalled.restart_wait(now));
+    }
+}
+
 /// Whether a worker that was heard at `heard` is not silent.
 pub(super) fn is_fresh(heard: Time, now: Time, heartbeat: Duration) -> bool {
     now.since(heard) <= heartbeat * FRESH_HEARTBEATS
@@ -58,3 +131,5 @@ pub(super) fn is_fresh(heard: Time, now: Time, heartbeat: Duration) -> bool {
 
 /// A worker that was heard within this many heartbeat intervals is not silent.
 const FRESH_HEARTBEATS: u32 = 2;
+/// A worker that follows the group may make no step for so long while the group does.
+const LAG: Duration = Duration::from_secs(10);

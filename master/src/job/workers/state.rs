@@ -14,15 +14,13 @@
 //! is a failure, and whether it was killed are independent of its state.
 
 use std::net::SocketAddr;
-use std::time::Duration;
 
 use elasticdl_proto::{Committed, Generation, Location, Usage};
 
-use super::heartbeat::{Stalled, is_fresh};
+use super::heartbeat::{Follower, Stalled};
 use super::scheduling::Scheduling;
 use super::slot_use::SlotUse;
 use super::straggler::StepPace;
-use crate::job::event::Stall;
 use crate::job::time::Time;
 
 /// A started process that is not known to have ended.
@@ -128,9 +126,11 @@ pub(crate) struct Worker {
     requested_shards: u64,
     pace: StepPace,
     /// Time of its last message.
-    heard: Time,
+    pub(super) heard: Time,
     /// Set if its last heartbeat reported that it waits for its neighbours.
-    stalled: Option<Stalled>,
+    pub(super) stalled: Option<Stalled>,
+    /// Its state's step, while it is no member.
+    pub(super) follower: Follower,
 }
 
 /// The stages of a worker.
@@ -393,6 +393,7 @@ impl Worker {
             pace: StepPace::default(),
             heard: now,
             stalled: None,
+            follower: Follower::default(),
         }
     }
 
@@ -561,40 +562,5 @@ impl Worker {
     /// Compares its pace with the members' limit.
     pub(crate) fn compare_pace(&mut self, now: Time, limit_us: u64) {
         self.pace.compare(now, limit_us);
-    }
-
-    /// Time of its last message.
-    pub(crate) fn heard(&self) -> Time {
-        self.heard
-    }
-
-    /// Notes a message at `now`.
-    pub(crate) fn hear(&mut self, now: Time) {
-        self.heard = now;
-    }
-
-    /// Ignores the time until `now`: this master did not read the worker's messages.
-    pub(crate) fn excuse_silence(&mut self, now: Time) {
-        (self.heard, self.stalled) = (now, None);
-    }
-
-    /// Whether its last heartbeats came in time.
-    pub(crate) fn is_heard(&self, now: Time, heartbeat: Duration) -> bool {
-        is_fresh(self.heard, now, heartbeat)
-    }
-
-    /// Set if its last heartbeat reported that it waits for its neighbours.
-    pub(crate) fn stalled(&self) -> Option<&Stalled> {
-        self.stalled.as_ref()
-    }
-
-    /// Notes a heartbeat.
-    pub(crate) fn note_stall(&mut self, now: Time, stall: Option<Stall>, heartbeat: Duration) {
-        self.stalled = stall.map(|stall| Stalled::after(self.stalled, now, stall, heartbeat));
-    }
-
-    /// Restarts its wait, if it waits: what it waited for has arrived.
-    pub(crate) fn restart_wait(&mut self, now: Time) {
-        self.stalled.iter_mut().for_each(|stalled| stalled.restart_wait(now));
     }
 }

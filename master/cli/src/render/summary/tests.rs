@@ -29,7 +29,7 @@ fn summary() -> Summary {
         epochs: 2,
         wall_s: 1.5,
         records: RecordsSummary { expected: 20, counted: 20, ..RecordsSummary::default() },
-        workers: WorkersSummary { peak: 2, last: 2, table_servers: 0, restarts: 1 },
+        workers: WorkersSummary { peak: 2, last: 2, table_servers: 0, restarts: 1, spares: None },
         memberships: vec![change(1, Cause::Start, None), change(2, Cause::Lost, Some(8.25))],
         loss: LossSummary { first: Some(2.0), last: Some(0.5) },
         training_metrics: [("accuracy".into(), 0.75)].into(),
@@ -129,7 +129,7 @@ job mnist: completed after 1.50 s
 #[test]
 fn a_lost_state_comes_first_and_is_a_warning() {
     let lost = Summary {
-        state_lost: Some(StateLoss { count: 2, at_step: 70 }),
+        state_lost: Some(StateLoss { count: 2, at_step: 70, steps: 90, records: 900 }),
         steps_skipped: 3,
         row_touches: None,
         checkpoints: Some(CheckpointsSummary {
@@ -141,7 +141,7 @@ fn a_lost_state_comes_first_and_is_a_warning() {
     };
     let out = to_table(&lost, Paths::default());
     let first = "STATE LOST (2 times; the last time) at step 70: all workers were lost, and \
-            there was no checkpoint";
+            there was no checkpoint; 90 steps of 900 records in all";
     assert_eq!(out.lines().next(), Some(first));
     assert!(out.contains("\n  skipped       3 steps with"), "{out}");
     assert_eq!(warnings(&lost, true), warnings(&lost, false)[1..]);
