@@ -280,7 +280,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--limit", type=float, default=120, help="seconds over one transport")
     parser.add_argument("--transport", default="host,nccl", help="default: host,nccl")
-    parser.add_argument("--rank", type=int)
+    parser.add_argument("--rank", type=int, default=os.environ.get("RANK"))
     parser.add_argument("folder", nargs="?", type=pathlib.Path)
     options = parser.parse_args()
     if options.folder:

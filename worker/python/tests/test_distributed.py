@@ -1,10 +1,13 @@
 """Tests of the backend of ``torch.distributed``, with PyTorch."""
 
 import importlib.util
+import json
 import os
+import pathlib
 import socket
 import subprocess
 import sys
+import tempfile
 import unittest
 
 if importlib.util.find_spec("torch") is None:
@@ -75,6 +78,18 @@ class Backend(unittest.TestCase):
     def test_every_collective_gives_the_defined_result_on_any_device_without_nccl(self):
         variables = {**FAKES, "FAKE_CUDA": "some", "ELASTICDL_NCCL": "off"}
         self.check_every_collective(2, FAKE_CUDA, **variables)
+
+    @needs_stand_ins
+    def test_ddp_fsdp2_and_dtensor_compute_on_gpus_what_one_process_does(self):
+        script = HERE.parents[2] / ".bench" / "gpu-distributed.py"
+        options = ["--device", "cpu", "--transport", "nccl", "--only", "programs"]
+        with tempfile.TemporaryDirectory() as folder:
+            ended = run_ranks(2, FAKE_CUDA, script, *options, folder, **FAKES)
+            self.assertEqual([code for code, *_ in ended], [0, 0], ended)
+            for rank in range(2):
+                result = json.loads((pathlib.Path(folder) / f"result-{rank}").read_text())
+                self.assertEqual(result["programs"]["faults"], [])
+                self.assertIn("FSDP2", result["programs"])
 
     @needs_stand_ins
     def test_a_lost_rank_ends_the_operations_of_the_others_and_changes_no_tensor(self):
