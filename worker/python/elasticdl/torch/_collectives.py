@@ -9,6 +9,7 @@ from torch._C._distributed_c10d import ReduceOp
 
 from . import _nccl
 from ._devices import OnHost
+from ._nccl import as_summed, kind_of
 
 
 class Collectives:
@@ -23,7 +24,7 @@ class Collectives:
     def allreduce(self, tensors, opts):
         """Reduces each tensor over all ranks, in place."""
         device = self._devices.of(tensors)
-        if _kind(opts.reduceOp) == ReduceOp.SUM and _is_one_plain(device, tensors):
+        if kind_of(opts.reduceOp) == ReduceOp.SUM and _is_one_plain(device, tensors):
             begin = functools.partial(self._ring.begin_all_reduce, _memory(tensors[0], "f"))
             return self._submit(opts, device, tensors, begin)
 
@@ -268,7 +269,7 @@ class Collectives:
 
     def _reduce(self, tensor, operation):
         """Reduces the tensor over all ranks, in place."""
-        kind, (given,) = _as_summed([tensor], operation)
+        kind, (given,) = as_summed([tensor], operation)
         if kind in _MEANS and tensor.dtype in _RING_TYPES:
             flat = given.contiguous().float()
             self._ring.all_reduce(_memory(flat, "f"))
@@ -281,7 +282,7 @@ class Collectives:
 
     def _reduce_own(self, output, inputs, operation):
         """Reduces the elements for this rank of the inputs of all ranks, in the ranks' order."""
-        kind, inputs = _as_summed(inputs, operation)
+        kind, inputs = as_summed(inputs, operation)
         if kind in _MEANS and _is_plain(output):
             given = [tensor.contiguous() for tensor in inputs]
             if all(map(_is_plain, given)):
@@ -312,27 +313,19 @@ class Collectives:
 
     def _gathered(self, tensor):
         """The tensors of all ranks, which have one shape."""
-        parts = [torch.empty(tensor.shape, dtype=tensor.dtype) for _ in range(self.size())]
-        self._gather(tensor, [_memory(part) for part in parts])
-        return parts
+        whole = tensor.new_empty(self.size(), *tensor.shape)
+        self._gather_single(whole, tensor)
+        return whole.unbind()
 
     def _gather_single(self, output, input):
         """Gathers the inputs of all ranks in one output."""
-        _check(output)
-        flat = output.contiguous().to(input.dtype)
-        if flat.numel():
-            parts = [_memory(part) for part in flat.view(self.size(), -1)]
-        else:
-            parts = [_memory(flat)] * self.size()
-        self._gather(input, parts)
+        for tensor in output, input:
+            _check(tensor)
+        given, flat = input.contiguous(), output.contiguous().to(input.dtype)
+        parts = flat.view(self.size(), -1) if flat.numel() else [flat] * self.size()
+        self._ring.gather(_memory(given), [_memory(part) for part in parts])
         if flat is not output:
             output.copy_(flat)
-
-    def _gather(self, tensor, parts):
-        """Fills the memory of the parts with the tensors of all ranks."""
-        _check(tensor)
-        flat = tensor.contiguous()
-        self._ring.gather(_memory(flat), parts)
 
 
 class _Work(dist._Work):
@@ -363,20 +356,6 @@ def _raise_or_return(future):
     if isinstance(result, Exception):
         raise result
     return result
-
-
-def _kind(operation):
-    return getattr(operation, "op", operation)
-
-
-def _as_summed(tensors, operation):
-    """The kind of a reduction, and the tensors as it reduces them."""
-    kind = _kind(operation)
-    if kind != ReduceOp.PREMUL_SUM:
-        return kind, tensors
-    factor = operation.factor
-    factor = factor.cpu() if torch.is_tensor(factor) else factor
-    return ReduceOp.SUM, [tensor * factor for tensor in tensors]
 
 
 def _check(tensor):

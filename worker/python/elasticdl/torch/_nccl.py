@@ -11,7 +11,22 @@ from torch._C._distributed_c10d import ReduceOp
 def sums(tensors, operation):
     """Whether NCCL reduces them: the answer is the same on all ranks."""
     kinds = ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM
-    return getattr(operation, "op", operation) in kinds and all(t.dtype in _TYPES for t in tensors)
+    return kind_of(operation) in kinds and all(tensor.dtype in _TYPES for tensor in tensors)
+
+
+def kind_of(operation):
+    """The kind of a reduction."""
+    return getattr(operation, "op", operation)
+
+
+def as_summed(tensors, operation):
+    """The kind of a reduction, and the tensors as it reduces them."""
+    if kind_of(operation) != ReduceOp.PREMUL_SUM:
+        return kind_of(operation), tensors
+    factor = operation.factor
+    if torch.is_tensor(factor):
+        factor = factor.to(tensors[0].device)
+    return ReduceOp.SUM, [tensor * factor for tensor in tensors]
 
 
 def all_reduce(ring, size, tensors, operation):
@@ -59,10 +74,7 @@ def all_gather(ring, size, outputs, inputs):
 
 def _summed(ring, size, kind, tensor, length, operation):
     """The elements, ``length`` of them, of a sum over all ranks."""
-    reduction = getattr(operation, "op", operation)
-    flat = tensor.contiguous().view(-1)
-    if reduction == ReduceOp.PREMUL_SUM:
-        flat = flat * operation.factor
+    reduction, (flat,) = as_summed([tensor.contiguous().view(-1)], operation)
     result = flat.new_empty(length)
     _call(ring, size, kind, flat, result, _TYPES[flat.dtype])
     return result.div_(size) if reduction == ReduceOp.AVG else result
