@@ -35,6 +35,7 @@ pub mod device;
 #[cfg(not(feature = "gpu"))]
 #[path = "no_device.rs"]
 mod device;
+mod digests;
 mod donor;
 mod environment;
 mod exact_sum;

@@ -10,7 +10,7 @@ use crate::update::Update;
 
 mod arithmetic;
 
-pub(crate) use self::arithmetic::{AdamWStep, Arithmetic, SgdStep, squares};
+pub(crate) use self::arithmetic::{AdamWStep, Arithmetic, SgdStep, norm_from, squares};
 
 /// An update rule ([`Sgd`], [`Adam`] or [`AdamW`]), with a learning rate schedule and gradient
 /// clipping if they are set.

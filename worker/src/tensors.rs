@@ -6,11 +6,11 @@ use std::sync::Arc;
 use elasticdl_collective::CollectiveError;
 use elasticdl_collective::device::{DeviceError, DeviceGroup, NcclPolicy, Path};
 use elasticdl_collective::nccl::NcclState;
-use elasticdl_tables::ChunkLayout;
-use xxhash_rust::xxh3::{Xxh3Default, xxh3_64, xxh3_64_with_seed};
+use xxhash_rust::xxh3::{Xxh3Default, xxh3_64_with_seed};
 
 use crate::buckets::{self, SummedBuckets};
 use crate::device::DeviceState;
+use crate::digests::{digest_of, digest_of_rest, digest_without_slots, update_with_progress};
 use crate::machine::Group;
 use crate::session::State;
 use crate::session::transport_switch::NcclBuild;
@@ -41,7 +41,8 @@ pub(crate) enum Tensors {
 #[derive(Debug)]
 pub(crate) struct HostState {
     pub(crate) parameters: StateBuffer,
-    /// Optimizer state: `[slots · parameters]`, and what a program has beside it.
+    /// Optimizer state: `[slots · parameters]`, and what a program has beside it. If it is divided
+    /// over the group, the latter alone.
     pub(crate) slots: StateBuffer,
     /// This worker's gradient, summed over its records of the step. No all-reduce writes to it.
     /// `[parameters]`, also if a model has these in bf16 and `parameters` is empty.
@@ -339,6 +340,13 @@ impl Tensors {
         }
     }
 
+    /// As [`digest`](Self::digest), without the optimizer state that is divided over the workers.
+    pub(crate) fn digest_beside_chunks(&self, state: &State) -> Result<u64, DeviceError> {
+        let parameters = self.to_host(Tensor::Parameters)?;
+        let whole = self.to_host(Tensor::Slots)?;
+        Ok(digest_without_slots(&parameters, state).wrapping_add(digest_of_rest(&whole)))
+    }
+
     /// Like [`Tensors::digest`], but covers only the step's window of the tensors, as the whole
     /// group waits for the result.
     pub(crate) fn quick_digest(&mut self, state: &State) -> Result<u64, DeviceError> {
@@ -389,6 +397,15 @@ impl HostState {
         let empty = Self::of(StateBuffer::zeros(0), StateBuffer::zeros(0));
         let (parameters, gradient) = (StateBuffer::zeros(parameters), zeros(parameters));
         Self { parameters, gradient, ..empty }
+    }
+
+    /// As [`sharded`](Self::sharded), in memory of a program, which has a part of the optimizer's
+    /// state that is not divided.
+    pub(crate) fn sharded_in_memory(memory: StateMemory) -> Self {
+        let StateMemory { parameters, slots } = memory;
+        let (gradient, empty) = (zeros(parameters.floats().len()), Self::sharded(0));
+        let [parameters, slots] = [parameters, slots].map(StateBuffer::Program);
+        Self { parameters, slots, gradient, ..empty }
     }
 
     /// As [`sharded`](Self::sharded), without parameters, which a model has in bf16.
@@ -451,42 +468,6 @@ pub(crate) fn is_finite(values: &[f32]) -> bool {
     values
         .chunks(FINITE_BLOCK)
         .all(|block| block.iter().fold(0, |bad, value| bad | is_bad(value)) == 0)
-}
-
-/// Digest of the parameters, the optimizer state and the ledger. One pass over memory. It does not
-/// depend on whether the optimizer state is divided over the workers.
-pub(crate) fn digest_of(parameters: &[f32], slots: &[f32], state: &State) -> u64 {
-    let layout = ChunkLayout::new(parameters.len(), slots.len() / parameters.len().max(1));
-    let rest = slots.chunks_exact(parameters.len().max(1)).remainder();
-    let rest = if rest.is_empty() { 0 } else { xxh3_64(bytemuck::cast_slice(rest)) };
-    digest_without_slots(parameters, state).wrapping_add(layout.digest(slots)).wrapping_add(rest)
-}
-
-/// As [`digest_of`], but for the optimizer state, whose digest is to be added.
-pub(crate) fn digest_without_slots(parameters: &[f32], state: &State) -> u64 {
-    let mut digest = Xxh3Default::new();
-    digest.update(bytemuck::cast_slice(parameters));
-    update_with_progress(&mut digest, state);
-    digest.digest()
-}
-
-/// Digest of the ledger.
-pub(crate) fn progress_digest(state: &State) -> u64 {
-    let mut digest = Xxh3Default::new();
-    update_with_progress(&mut digest, state);
-    digest.digest()
-}
-
-fn update_with_progress(digest: &mut Xxh3Default, state: &State) {
-    digest.update(&state.step.to_le_bytes());
-    digest.update(&state.records_trained.to_le_bytes());
-    digest.update(&state.ledger.epoch().to_le_bytes());
-    digest.update(&state.ledger.repeated().to_le_bytes());
-    for range in state.ledger.ranges() {
-        digest.update(&range.epoch.to_le_bytes());
-        digest.update(&range.start.to_le_bytes());
-        digest.update(&range.end.to_le_bytes());
-    }
 }
 
 /// Exponent bits: all set in NaNs and infinities only.

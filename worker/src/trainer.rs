@@ -16,6 +16,7 @@ use elasticdl_data::worker::wait_for_access;
 use elasticdl_proto::{Generation, MasterMessage, Membership, Order, WorkerId, WorkerMessage};
 
 use crate::buckets::SummedBuckets;
+use crate::digests::progress_digest;
 use crate::donor::{Donor, StateNote};
 use crate::exact_sum::ExactSum;
 use crate::exports::Exports;
@@ -28,7 +29,7 @@ use crate::model::Model;
 use crate::session::header::{self, StepHeader, SyncHeader};
 use crate::session::{Broadcast, Exit, Session, Task};
 use crate::tensor::Tensor;
-use crate::tensors::{Tensors, progress_digest};
+use crate::tensors::Tensors;
 use crate::update::UpdateRule;
 
 /// Training of one worker, from its first membership to its end.
@@ -308,12 +309,12 @@ impl<M: Model> Trainer<'_, M> {
             Broadcast::State => {
                 // Those of a state that is older are gathered at the end of the repair.
                 if self.sharded.is_none() || self.session.receives_created() {
-                    for tensor in [Tensor::Parameters, Tensor::Slots] {
-                        self.tensors.broadcast(root, tensor)?;
-                    }
+                    self.tensors.broadcast(root, Tensor::Parameters)?;
                 }
+                let is_new = !is_root && self.session.state().is_none();
+                self.broadcast_slots(root, is_root || is_new)?;
                 if let Some(sharded) = self.sharded.as_mut().filter(|_| !is_root) {
-                    sharded.receive_state();
+                    sharded.receive_state(is_new);
                 }
                 self.session.tensors_broadcast(true)?;
             }
@@ -458,8 +459,9 @@ impl<M: Model> Trainer<'_, M> {
         self.session.updated(self.machine.now() - self.started);
         if let Some(state) = self.session.state() {
             self.tensors.begin_window_digest(state.step)?;
-            let (epoch, records) = (state.ledger.epoch(), state.records_trained);
-            observe(&mut self.model, Progress::Committed { step: state.step, epoch, records });
+        }
+        if self.sharded.is_none() {
+            self.observe_commit();
         }
         if let Some(generation) = generation
             && let Some(headers) = self.session.last_headers()

@@ -62,6 +62,12 @@ pub trait UpdateRule: 'static {
         false
     }
 
+    /// The first parameter whose gradient counts in the norm to which the rule clips, if it does.
+    #[doc(hidden)]
+    fn clipped_from(&self) -> Option<usize> {
+        self.as_optimizer()?.norm_limit().map(|_| 0)
+    }
+
     /// Applies one step's gradient.
     ///
     /// # Errors

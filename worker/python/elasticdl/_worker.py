@@ -18,6 +18,7 @@ class Calls:
     initialize: collections.abc.Callable
     update: collections.abc.Callable
     load: collections.abc.Callable
+    gathered: collections.abc.Callable = lambda loads: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +130,17 @@ class Worker(Passes):
         return declared
 
     def start(
-        self, tensors, state, calls, *, is_direct, bucket_len=None, on_gpu=None, tables=()
+        self,
+        tensors,
+        state,
+        calls,
+        *,
+        is_direct,
+        division=None,
+        clipped_from=None,
+        bucket_len=None,
+        on_gpu=None,
+        tables=(),
     ):
         """Declares the model to the core, which returns its memory."""
         sampler = self._sampler
@@ -138,6 +149,8 @@ class Worker(Passes):
             tensors=tensors,
             tables=list(tables),
             state=state,
+            division=division,
+            clipped_from=clipped_from,
             micro_batch=1 if sampler is None else sampler.micro_batch,
             absorbed=self.absorbed,
             bucket_len=bucket_len,

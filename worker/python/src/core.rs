@@ -6,15 +6,17 @@ use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::Duration;
 
 use elasticdl::external::{
-    AloneOptions, Counted, Driver, Ended, Event, Inference, JobOptions, Memory, NextBatch,
+    AloneOptions, Chunk, Counted, Division, Driver, Ended, Event, Inference, Memory, NextBatch,
     ProgramMemory, Record, Shape, SourceFile, StateMemory, Worker, WorkerError,
 };
 use elasticdl::{NamedTensor, Predictions};
 use pyo3::exceptions::{PyRuntimeError, PySystemExit, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
+use crate::batches::{CountedBatch, MicroBatch};
 use crate::floats::Floats;
 use crate::gpu::GpuMemory;
+use crate::options::Options;
 use crate::progress::Progress;
 use crate::rows::{self, Feature, NotAnnounced, TableOfProgram};
 
@@ -56,6 +58,8 @@ struct Calls {
     initialize: Py<PyAny>,
     /// `update(step, records, loads, address of the sum)`.
     update: Py<PyAny>,
+    /// `gathered(loads)`: with a sharded optimizer, the parameters are those of the step.
+    gathered: Py<PyAny>,
     /// `load(trains)`: the parameters are new, and if the worker trains, its state.
     load: Py<PyAny>,
 }
@@ -81,18 +85,6 @@ struct Column<'py> {
     values: Bound<'py, PyAny>,
 }
 
-/// Options of the job, as [`JobOptions`].
-#[pyclass(frozen, get_all, module = "elasticdl._elasticdl")]
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Options {
-    epochs: u32,
-    global_batch: Option<u64>,
-    per_worker: Option<u64>,
-    seed: u64,
-    shuffles: bool,
-    is_deterministic: bool,
-}
-
 /// The memory of a model, and the progress of its training.
 #[pyclass(frozen, get_all, module = "elasticdl._elasticdl")]
 #[derive(Debug)]
@@ -101,32 +93,6 @@ pub(crate) struct Started {
     gradient: Py<Floats>,
     state: Py<Floats>,
     progress: Py<Progress>,
-}
-
-/// A micro-batch that is drawn.
-#[pyclass(frozen, get_all, module = "elasticdl._elasticdl")]
-#[derive(Debug)]
-pub(crate) struct MicroBatch {
-    epoch: u32,
-    /// Indices of records.
-    records: Vec<u64>,
-    /// Whether there is none before the next `wait`.
-    must_wait: bool,
-}
-
-/// How the micro-batch that was drawn first counts.
-#[pyclass(frozen, get_all, module = "elasticdl._elasticdl")]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct CountedBatch {
-    /// Address of the step's gradient; `None` if the micro-batch will be discarded.
-    address: Option<usize>,
-    records: usize,
-    /// Number of records in that gradient.
-    before: u64,
-    /// Whether it is the last one of the step.
-    is_last: bool,
-    /// Whether its parts are summed as soon as they are complete.
-    is_overlapped: bool,
 }
 
 #[pymethods]
@@ -190,12 +156,14 @@ impl Core {
 
     /// Declares the model. The trainer starts at the first `wait`. `is_direct`: the program adds
     /// gradients to the trainer's itself, and the memory of the gradient is empty. `state`: number
-    /// of floats. `on_gpu`: memory of the program there; the memory on the host is then empty.
-    /// `sources`: the program's files, by names that are the same on all workers.
+    /// of floats; with `division`, the number of parameters without state and the floats of state
+    /// of each other one, those beside these. `clipped_from`: the first element of the gradient
+    /// that counts in `norm()`. `on_gpu`: memory of the program there; the memory on the host is
+    /// then empty. `sources`: the program's files, by names that are the same on all workers.
     #[expect(clippy::too_many_arguments, reason = "the arguments have names in Python")]
     #[pyo3(signature = (
-        *, records, tensors, tables, state, micro_batch, absorbed, bucket_len, is_direct, on_gpu,
-        evaluation, prediction, sources, calls
+        *, records, tensors, tables, state, division, clipped_from, micro_batch, absorbed,
+        bucket_len, is_direct, on_gpu, evaluation, prediction, sources, calls
     ))]
     fn start(
         &self,
@@ -204,6 +172,8 @@ impl Core {
         tensors: Vec<(String, Vec<usize>)>,
         tables: Vec<TableOfProgram>,
         state: usize,
+        division: Option<(usize, usize)>,
+        clipped_from: Option<usize>,
         micro_batch: usize,
         absorbed: u64,
         bucket_len: Option<usize>,
@@ -223,6 +193,8 @@ impl Core {
             tensors,
             tables: tables.into_iter().map(TableOfProgram::table).collect::<PyResult<_>>()?,
             state,
+            division: division.map(|(first, slots)| Division { first, slots }),
+            clipped_from,
             bucket_len,
             absorbed,
             evaluation: evaluation.as_ref().and_then(Application::inference),
@@ -321,6 +293,10 @@ impl Core {
                     let columns = self.apply(py, records, which)?;
                     let rows = rows_of(columns.extract::<Vec<Column<'_>>>(py)?)?;
                     self.training(|training| training.driver.predicted(rows))?;
+                }
+                Some(Event::Gathered { loads }) => {
+                    self.call(py, |calls| &calls.gathered)?.call1(py, (loads,))?;
+                    self.training(|training| training.driver.done())?;
                 }
                 Some(Event::Gradient { loads }) => {
                     if loads {
@@ -430,6 +406,18 @@ impl Core {
         })
     }
 
+    /// In an update: of each chunk of this worker its first parameter, its number of parameters,
+    /// and the addresses of its state and of its sum.
+    fn chunks(&self) -> PyResult<Vec<(usize, usize, usize, usize)>> {
+        let places = |Chunk { start, len, slots, sum }| (start, len, slots, sum);
+        self.training(|training| training.driver.chunks().into_iter().map(places).collect())
+    }
+
+    /// In an update: the norm of the sum, if it has elements that count.
+    fn norm(&self) -> PyResult<Option<f64>> {
+        self.training(|training| training.driver.norm())
+    }
+
     /// Lets the trainer sum the gradient's elements from `start` on.
     fn complete_from(&self, start: usize) -> PyResult<()> {
         self.training(|training| training.driver.complete_from(start))
@@ -472,11 +460,7 @@ impl Core {
 
 impl Core {
     fn new(worker: Worker, is_alone: bool) -> Self {
-        let options = worker.options();
-        let JobOptions { epochs, global_batch, per_worker, seed, shuffles, is_deterministic } =
-            options;
-        let options =
-            Options { epochs, global_batch, per_worker, seed, shuffles, is_deterministic };
+        let options = worker.options().into();
         let (id, work) = (worker.id(), worker.work());
         let data = Some(worker.data()).filter(|data| !data.is_empty()).map(str::to_owned);
         let validation_data = worker.validation_data().map(str::to_owned);

@@ -2,12 +2,14 @@
 //!
 //! **Invariant:** it translates between Python and [`elasticdl::external`], and decides nothing.
 
+mod batches;
 mod borrowed;
 mod core;
 mod data;
 mod floats;
 mod gpu;
 mod operations;
+mod options;
 mod progress;
 mod ring;
 mod rows;

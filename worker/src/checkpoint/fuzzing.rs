@@ -53,5 +53,7 @@ fn fingerprint() -> JobFingerprint {
         tables: Vec::new(),
         shards_optimizer: false,
         chunks_have_parameters: false,
+        whole: 0,
+        first: 0,
     }
 }

@@ -441,8 +441,8 @@ pub(super) fn load(
 ) -> Result<Manifest, LoadError> {
     let manifest = compatible_manifest(folder, fingerprint, is_new_job)?;
     // A worker with a sharded optimizer reads its chunks when its group knows who holds which.
-    let wants_slots = slots.len() as u64 == manifest.slots;
-    let wanted = if wants_slots { Some(&mut *slots) } else { None };
+    let wants_slots = !fingerprint.shards_optimizer;
+    let wanted = Some(&mut *slots).filter(|_| wants_slots || fingerprint.whole > 0);
     read_tensors(folder, &manifest, Some(&mut *parameters), wanted)?;
     if let Some(chunked) = manifest.optimizer.as_ref().filter(|_| !wants_slots) {
         rows::check_chunks(folder, &chunked.files)?;
@@ -462,8 +462,12 @@ pub(super) fn read_tensors(
     folder: &Storage,
     manifest: &Manifest,
     mut parameters: Option<&mut [f32]>,
-    mut slots: Option<&mut [f32]>,
+    slots: Option<&mut [f32]>,
 ) -> Result<(), LoadError> {
+    let chunked = manifest.optimizer.as_ref();
+    // Chunks have the first floats, and shards what is not divided.
+    let whole = |all: usize| chunked.map_or(all, |chunked| all.min(chunked.whole as usize));
+    let (divided, mut slots) = slots.map(|s| s.split_at_mut(s.len() - whole(s.len()))).unzip();
     let mut unwanted = [Vec::new(), Vec::new()];
     for shard in &manifest.shards {
         let (of_parameters, of_slots) = shard.split(manifest.parameters as usize);
@@ -479,8 +483,8 @@ pub(super) fn read_tensors(
             [target(&mut parameters, of_parameters, first), target(&mut slots, of_slots, second)];
         read_shard(folder, shard, floats)?;
     }
-    let chunked = manifest.optimizer.as_ref();
-    chunked.map_or(Ok(()), |chunked| chunked.read(folder, manifest, parameters, slots))
+    let divided = divided.filter(|divided| !divided.is_empty());
+    chunked.map_or(Ok(()), |chunked| chunked.read(folder, manifest, parameters, divided))
 }
 
 /// Where a range of a tensor goes, if it is wanted.

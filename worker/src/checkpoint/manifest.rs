@@ -42,19 +42,25 @@ pub(crate) struct JobFingerprint {
     pub(crate) shards_optimizer: bool,
     /// Whether the parameters are divided with it, as the workers have them in bf16 alone.
     pub(crate) chunks_have_parameters: bool,
+    /// Number of floats of the optimizer's state that are not divided, but on each worker, and of
+    /// the parameters, which come first, without such a state.
+    pub(crate) whole: usize,
+    pub(crate) first: usize,
 }
 
 impl JobFingerprint {
     /// How the optimizer's state is divided, if it is.
     pub(super) fn layout(&self) -> ChunkLayout {
         let more = usize::from(self.chunks_have_parameters);
-        ChunkLayout::new(self.parameters, self.slots / self.parameters.max(1) + more)
+        let with_state = (self.parameters - self.first).max(1);
+        let slots = (self.slots - self.whole) / with_state;
+        ChunkLayout::new(self.parameters, slots + more).from(self.first)
     }
 
     /// Number of floats that the ranks write in equal parts.
     pub(super) fn floats(&self) -> usize {
         let parameters = if self.chunks_have_parameters { 0 } else { self.parameters };
-        parameters + if self.shards_optimizer { 0 } else { self.slots }
+        parameters + if self.shards_optimizer { self.whole } else { self.slots }
     }
 }
 
@@ -271,7 +277,7 @@ impl Manifest {
         let chunked = self.optimizer.as_ref();
         let has_parameters = chunked.is_none_or(|chunked| !chunked.has_parameters);
         let parameters = if has_parameters { self.parameters } else { 0 };
-        let slots = if chunked.is_some() { 0 } else { self.slots };
+        let slots = chunked.map_or(self.slots, |chunked| chunked.whole);
         if parameters.checked_add(slots) != Some(at) {
             return Err(format!("its shards end at float {at}"));
         }
@@ -293,6 +299,15 @@ impl Manifest {
                 "its optimizer state has {} floats, and this one has {slots}; both must use the \
                  same kind of optimizer",
                 self.slots
+            ));
+        }
+        let whole = self.optimizer.as_ref().map_or(0, |chunked| chunked.whole);
+        if whole != fingerprint.whole as u64 {
+            let [with, without] = ["with --shard-optimizer", "without --shard-optimizer"];
+            let (had, has) = if whole > 0 { (with, without) } else { (without, with) };
+            return Err(format!(
+                "it is of a PyTorch program that was started {had}, and this job was {has}; \
+                 start this job {had}"
             ));
         }
         match &self.rows {
@@ -423,6 +438,8 @@ pub(super) mod tests {
             tables: Vec::new(),
             shards_optimizer: false,
             chunks_have_parameters: false,
+            whole: 0,
+            first: 0,
         }
     }
 

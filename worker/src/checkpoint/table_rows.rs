@@ -44,6 +44,12 @@ pub(super) struct ChunkedSlots {
     /// Whether the first slot of each parameter is the parameter itself, which is nowhere else.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) has_parameters: bool,
+    /// Number of floats of the optimizer's state that are not divided, but in the shards.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub(super) whole: u64,
+    /// The first parameter with state in the chunks.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub(super) first: u64,
     /// A file has the same form as one of rows. A chunk is `[slots, parameters of the chunk]`.
     pub(super) files: Vec<RowsFile>,
 }
@@ -58,12 +64,16 @@ impl ChunkedSlots {
         let chunk_len = fingerprint.layout().chunk_len as u64;
         let has_parameters = fingerprint.chunks_have_parameters;
         let files = RowsFile::of_ranks(fingerprint, parts, of_ranks);
-        Self { chunk_len, has_parameters, files }
+        let (whole, first) = (fingerprint.whole as u64, fingerprint.first as u64);
+        Self { chunk_len, has_parameters, whole, first, files }
     }
 
     /// Checks that each chunk of a state of this size lies in one file.
     pub(super) fn check(&self, parameters: u64, slots: u64) -> Result<(), String> {
-        if self.chunk_len == 0 || !slots.is_multiple_of(parameters.max(1)) {
+        let with_state = parameters.checked_sub(self.first);
+        let is_divided = slots.checked_sub(self.whole).zip(with_state);
+        let is_divided = is_divided.is_some_and(|(slots, of)| slots.is_multiple_of(of.max(1)));
+        if self.chunk_len == 0 || !is_divided {
             return Err(format!("its optimizer has chunks of {} parameters", self.chunk_len));
         }
         check_files(&self.files, parameters.div_ceil(self.chunk_len).max(1))
@@ -72,8 +82,14 @@ impl ChunkedSlots {
     /// Of a state of this size.
     pub(super) fn layout(&self, parameters: usize, slots: usize) -> ChunkLayout {
         let (chunk_len, more) = (self.chunk_len as usize, usize::from(self.has_parameters));
-        ChunkLayout { parameters, slots: slots / parameters.max(1) + more, chunk_len }
+        let (whole, first) = (self.whole as usize, self.first as usize);
+        let slots = (slots - whole) / (parameters - first).max(1) + more;
+        ChunkLayout { parameters, first, slots, chunk_len }
     }
+}
+
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 /// A file with shards of the tables' rows.

@@ -84,7 +84,8 @@ impl Ranks {
             parameters.clear();
         }
         if self.fingerprint.shards_optimizer {
-            slots.clear();
+            // Of a program, what is not divided comes last.
+            slots.drain(..slots.len() - self.fingerprint.whole);
         }
         let world_size = self.writers.len();
         for (rank, (writer, owned)) in self.writers.iter_mut().zip(owned).enumerate() {

@@ -4,8 +4,11 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use elasticdl_tables::ChunkUpdate;
+
 #[cfg(feature = "gpu")]
 use crate::device::DeviceMemory;
+use crate::metrics::UserError;
 use crate::model::Model;
 use crate::state_buffer::StateMemory;
 
@@ -43,8 +46,42 @@ pub trait Bridge {
     /// What the program has added to the step's tally in [`Model::gradients`], since the last call.
     fn take_tally(&mut self) -> BTreeMap<String, f64>;
 
+    /// How the state of the program's optimizer is divided over the workers; `None` if each worker
+    /// has all of it.
+    fn division(&self) -> Option<Division>;
+
+    /// With a divided state: applies the gradient of a step, its number and its number of records,
+    /// to the chunks that this worker holds, and to `whole`, the state that all workers have.
+    ///
+    /// # Errors
+    /// The program has failed.
+    fn update_chunks(
+        &mut self,
+        step: (u64, u64),
+        parameters: &mut [f32],
+        whole: &mut [f32],
+        chunks: Vec<ChunkUpdate<'_>>,
+    ) -> Result<(), UserError>;
+
+    /// With a divided state, after an update: this worker has the parameters of its step. `loads`:
+    /// and another state than the program.
+    ///
+    /// # Errors
+    /// The program has failed.
+    fn gathered(&mut self, loads: bool) -> Result<(), UserError>;
+
     /// The group has made progress.
     fn observe(&mut self, event: Progress<'_>);
+}
+
+/// How the state of a program's optimizer is divided over the workers: `slots` floats of each
+/// parameter from `first` on are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Division {
+    /// Number of parameters without such state, which come first: no optimizer changes them.
+    pub first: usize,
+    /// Number of floats of state per parameter.
+    pub slots: usize,
 }
 
 /// A source file of an interpreted program.

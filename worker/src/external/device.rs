@@ -4,6 +4,7 @@ use std::mem;
 
 use cudarc::driver::{DevicePtr as _, DevicePtrMut as _};
 
+use super::calls::Change;
 use super::lent::{Lent, LentMut};
 use super::model::{Batch, ExternalModel};
 use crate::device::{
@@ -70,6 +71,6 @@ impl DeviceUpdateRule for ExternalModel {
             LentMut::on_device(slice.device_ptr_mut(&stream).0, len)
         };
         let sum = Lent::on_device(sum.device_ptr(&stream).0, sum.len());
-        self.channel().change((step, records), sum, lent(parameters), lent(slots))
+        self.channel().change(Change::new((step, records), sum, lent(parameters), lent(slots)))
     }
 }

@@ -9,11 +9,12 @@ use std::time::{Duration, Instant};
 use elasticdl_data::{Predictions, Purpose};
 use elasticdl_tables::{BatchRows, Ids};
 
-use super::lent::{Lent, LentMut};
+use super::calls::{Call, Change, Reply, Sums};
+use super::events::{Chunk, Counted, Ended, Event, NextBatch};
+use super::lent::{Lent, LentChunk, LentMut};
 use super::memory::Memory;
 use super::micro_batches::MicroBatches;
-use super::model::{Call, CallChannel, ExternalModel, GroupProgress, Reply, Shape, Shared, Sums};
-use super::numbers::Record;
+use super::model::{CallChannel, ExternalModel, GroupProgress, Shape, Shared};
 use super::worker::{Worker, WorkerError};
 
 /// Drives a trainer from the program's thread.
@@ -43,13 +44,36 @@ pub struct Driver {
 /// What a call lends.
 #[derive(Debug)]
 enum Held {
-    AppliedIds { ids: Ids },
-    Evaluate { rows: BatchRows },
-    Gradient { gradient: LentMut, before: u64, is_overlapped: bool, sums: Sums },
-    Ids { ids: Ids, starts_over: bool },
-    Initialize { parameters: LentMut },
-    Predict { rows: BatchRows },
-    Update { sum: Lent, parameters: LentMut, state: LentMut },
+    AppliedIds {
+        ids: Ids,
+    },
+    Evaluate {
+        rows: BatchRows,
+    },
+    Gathered,
+    Gradient {
+        gradient: LentMut,
+        before: u64,
+        is_overlapped: bool,
+        sums: Sums,
+    },
+    Ids {
+        ids: Ids,
+        starts_over: bool,
+    },
+    Initialize {
+        parameters: LentMut,
+    },
+    Predict {
+        rows: BatchRows,
+    },
+    Update {
+        sum: Lent,
+        norm: Option<f64>,
+        parameters: LentMut,
+        state: LentMut,
+        chunks: Vec<LentChunk>,
+    },
 }
 
 /// The trainer's thread.
@@ -72,74 +96,6 @@ impl Watch {
     pub fn progress(&self) -> GroupProgress {
         self.shared.progress().clone()
     }
-}
-
-/// What the program has to do, or knows, next.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Event {
-    /// [Announce](Driver::announce_applied) the ids of these records, which are evaluated or, if it
-    /// `predicts`, predicted next.
-    AppliedIds { predicts: bool, records: Vec<Record> },
-    /// The worker has ended.
-    Ended(Ended),
-    /// The epoch that the wait was for is complete, and nothing of a later one has happened here.
-    EpochComplete,
-    /// Compute the metrics of these records, then [`Driver::evaluated`]. The parameters are in the
-    /// program's memory.
-    Evaluate { records: Vec<Record> },
-    /// Add gradients to [`Driver::gradient`], each followed by [`Driver::deliver`]. `loads`: the
-    /// parameters are new.
-    Gradient { loads: bool },
-    /// [Announce](Driver::announce) the ids of the micro-batches of a request, then
-    /// [`Driver::look_up`]: for a program with tables, before it computes their gradients.
-    /// `starts_over`: what was announced and not computed has to be announced again, first and in
-    /// the same order, as the group has changed.
-    Ids { starts_over: bool },
-    /// Write the initial [parameters](Driver::parameters), then [`Driver::done`].
-    Initialize { seed: u64 },
-    /// Make predictions for these records, then [`Driver::predicted`]; as for `Evaluate`.
-    Predict { records: Vec<Record> },
-    /// Change [`Driver::parameters`] and [`Driver::state`] by [`Driver::sum`], a sum over `records`
-    /// records, then [`Driver::done`]. `loads`: parameters and state are new.
-    Update { step: u64, records: u64, loads: bool },
-}
-
-/// How a worker has ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Ended {
-    /// The job's work is done.
-    Complete,
-    /// This worker or the job has failed.
-    Failed(String),
-    /// The job continues without this worker, whose process ends with this exit code.
-    Left(u8),
-}
-
-/// Answer to a request for a micro-batch.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum NextBatch {
-    /// The records of a micro-batch.
-    Batch(Vec<Record>),
-    /// There are no more.
-    Ended,
-    /// None now, but some later: draw again after a micro-batch was delivered.
-    Later,
-    /// None before the next event: [`Driver::wait`].
-    Wait,
-}
-
-/// How a micro-batch counts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Counted {
-    /// Number of its records.
-    pub records: usize,
-    /// Number of records whose gradient [`Driver::gradient`] has; if there are none, its elements
-    /// have any values, and the gradient of this micro-batch takes their place.
-    pub before: u64,
-    /// Whether it is the last one of this rank in the step.
-    pub is_last: bool,
-    /// Whether the parts that [`Driver::complete_from`] declares complete are summed meanwhile.
-    pub is_overlapped: bool,
 }
 
 impl Driver {
@@ -197,6 +153,27 @@ impl Driver {
             Some(Held::Update { sum, .. }) => sum.slice(),
             _ => None,
         }
+    }
+
+    /// Euclidean norm of the whole sum, from [`Shape::clipped_from`] on, if updates need it: while
+    /// parameters are updated.
+    pub fn norm(&self) -> Option<f64> {
+        match &self.held {
+            Some(Held::Update { norm, .. }) => *norm,
+            _ => None,
+        }
+    }
+
+    /// The chunks of this worker, in the order of their parameters: while they are updated.
+    pub fn chunks(&self) -> Vec<Chunk> {
+        let Some(Held::Update { chunks, .. }) = &self.held else { return Vec::new() };
+        let chunk = |chunk: &LentChunk| Chunk {
+            start: chunk.start,
+            len: chunk.len,
+            slots: chunk.slots.address(),
+            sum: chunk.sum.address(),
+        };
+        chunks.iter().map(chunk).collect()
     }
 
     /// This rank's gradient of the step, a sum over records, `[parameters]`, without the elements
@@ -347,6 +324,7 @@ impl Driver {
                 let predicts = purpose == Purpose::Predict;
                 (Held::AppliedIds { ids }, Event::AppliedIds { predicts, records })
             }
+            Call::Gathered { loads } => (Held::Gathered, Event::Gathered { loads }),
             Call::Gradient { records, before, gradient, rows, is_overlapped, loads } => {
                 if self.batches.is_announced() {
                     self.batches.compute(records.len());
@@ -371,8 +349,10 @@ impl Driver {
                 (Held::Initialize { parameters }, Event::Initialize { seed })
             }
             Call::Predict { records, rows } => (Held::Predict { rows }, Event::Predict { records }),
-            Call::Update { step, records, sum, parameters, state, loads } => {
-                (Held::Update { sum, parameters, state }, Event::Update { step, records, loads })
+            Call::Update(change) => {
+                let Change { step, records, sum, norm, parameters, state, chunks, loads } = change;
+                let held = Held::Update { sum, norm, parameters, state, chunks };
+                (held, Event::Update { step, records, loads })
             }
         };
         self.held = Some(held);

@@ -8,6 +8,8 @@
 //! gradient that the program has declared complete, which shortens the loan.
 #![allow(unsafe_code, reason = "a loan between two threads")]
 
+use elasticdl_tables::ChunkUpdate;
+
 /// Memory that the program may read.
 #[derive(Debug)]
 pub(super) struct Lent {
@@ -20,6 +22,18 @@ pub(super) struct Lent {
 pub(super) struct LentMut {
     place: Place,
     len: usize,
+}
+
+/// A chunk of an optimizer's state that is divided over the workers.
+#[derive(Debug)]
+pub(super) struct LentChunk {
+    /// First of its parameters, and their number.
+    pub(super) start: usize,
+    pub(super) len: usize,
+    /// `[slots, parameters with state]`.
+    pub(super) slots: LentMut,
+    /// `[parameters of the chunk]`.
+    pub(super) sum: LentMut,
 }
 
 /// Where the memory is.
@@ -89,6 +103,14 @@ impl LentMut {
     /// Ends the loan of the elements from `len` on.
     pub(super) fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
+    }
+}
+
+impl LentChunk {
+    pub(super) fn new(chunk: ChunkUpdate<'_>) -> Self {
+        let ChunkUpdate { range, slots, sum, .. } = chunk;
+        let (slots, sum) = (LentMut::new(slots), LentMut::new(sum));
+        Self { start: range.start, len: range.len(), slots, sum }
     }
 }
 

@@ -13,6 +13,9 @@
 //! gradient, and nothing is copied. While the program computes the rest of a step's gradient, the
 //! trainer sums the parts that the program has declared complete: see `crate::buckets`.
 //!
+//! With a sharded optimizer, an update lends the chunks of its state that this worker holds. The
+//! parameters of the others come afterwards: a further call says that they are here.
+//!
 //! On a GPU, a call lends addresses. The program enqueues its work on the stream of the trainer's
 //! device, so that the work of both runs in the order of the calls.
 //!
@@ -23,9 +26,11 @@
 //! session's.
 
 mod bridge;
+mod calls;
 #[cfg(feature = "gpu")]
 mod device;
 mod driver;
+mod events;
 mod lent;
 mod memory;
 mod micro_batches;
@@ -38,8 +43,9 @@ mod worker;
 
 pub(crate) use self::bridge::WEIGHT;
 pub(crate) use self::bridge::observe;
-pub use self::bridge::{Bridge, Progress, SourceFile};
-pub use self::driver::{Counted, Driver, Ended, Event, NextBatch, Watch};
+pub use self::bridge::{Bridge, Division, Progress, SourceFile};
+pub use self::driver::{Driver, Watch};
+pub use self::events::{Chunk, Counted, Ended, Event, NextBatch};
 pub use self::memory::Memory;
 pub use self::model::{GroupProgress, Inference, Shape};
 pub use self::numbers::Record;

@@ -8,10 +8,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use elasticdl_data::{Predictions, Purpose};
-use elasticdl_tables::{BatchRows, Ids, Table};
+use elasticdl_tables::{BatchRows, ChunkUpdate, Ids, Table};
 
-use super::bridge::{Bridge, Progress, SourceFile};
-use super::lent::{Lent, LentMut};
+use super::bridge::{Bridge, Division, Progress, SourceFile};
+use super::calls::{Call, Change, Reply, Sums};
+use super::lent::{Lent, LentChunk, LentMut};
 use super::memory::Taken;
 use super::numbers::{Numbered, Numbers, Record};
 use crate::buckets::Gradients;
@@ -20,6 +21,7 @@ use crate::conversion::Conversion;
 use crate::device::{DeviceMemory, DeviceModel};
 use crate::metrics::{Loss, Metrics, UserError, report_sum};
 use crate::model::{Model, NamedTensor};
+use crate::optimizer::norm_from;
 use crate::state_buffer::StateMemory;
 use crate::table_model::TableModel;
 use crate::update::{Update, UpdateRule};
@@ -33,8 +35,13 @@ pub struct Shape {
     pub tensors: Vec<NamedTensor>,
     /// Embedding tables.
     pub tables: Vec<Table>,
-    /// Number of `f32`s of state.
+    /// Number of `f32`s of state: if it is divided, of the state that all workers have.
     pub state: usize,
+    /// How the rest of the state is divided over the workers, in a job with `--shard-optimizer`.
+    pub division: Option<Division>,
+    /// The first element of the gradient that counts in its [norm](super::Driver::norm), if updates
+    /// need that.
+    pub clipped_from: Option<usize>,
     /// Number of elements of a bucket of the gradient, if it is summed in buckets.
     pub bucket_len: Option<usize>,
     /// Number of records that the program's initial state has absorbed: the first ones of the
@@ -87,67 +94,6 @@ pub struct GroupProgress {
     pub finished: Option<Option<String>>,
 }
 
-/// What the trainer asks of the program.
-#[derive(Debug)]
-pub(super) enum Call {
-    /// To add the ids of these records, which are evaluated or predicted next.
-    AppliedIds { purpose: Purpose, records: Vec<Record>, ids: Ids },
-    /// The metrics of these records, with the rows of their ids.
-    Evaluate { records: Vec<Record>, rows: BatchRows },
-    /// To add the gradient of these records, in micro-batches, to `gradient`, which already has
-    /// that of `before` records; if there are none, its elements have any values. Its parts are
-    /// summed as they are complete, if it `is_overlapped`. `loads`: the parameters are new.
-    Gradient {
-        records: Vec<Record>,
-        before: u64,
-        gradient: LentMut,
-        rows: BatchRows,
-        is_overlapped: bool,
-        loads: bool,
-    },
-    /// To add the ids of these records, in micro-batches. The gradients of all records whose ids
-    /// were requested are requested next, unless the group changes. `starts_over`: it has.
-    Ids { records: Vec<Record>, ids: Ids, starts_over: bool },
-    /// The initial parameters.
-    Initialize { seed: u64, parameters: LentMut },
-    /// Predictions for these records, with the rows of their ids.
-    Predict { records: Vec<Record>, rows: BatchRows },
-    /// The update by the gradient, a sum over this many records. `loads`: parameters and state are
-    /// new.
-    Update { step: u64, records: u64, sum: Lent, parameters: LentMut, state: LentMut, loads: bool },
-}
-
-/// What the program replies.
-#[derive(Debug)]
-pub(super) enum Reply {
-    /// The gradient from this element on is complete. The call continues.
-    CompleteFrom(usize),
-    /// The call is done.
-    Done,
-    /// The gradient of all records is there.
-    Gradient(Sums),
-    /// The ids of all records are there.
-    Ids(Ids),
-    /// The metrics, each a mean over the records; and the rows of the call.
-    Metrics(Vec<(String, f64)>, BatchRows),
-    /// One row for each record.
-    Predictions(Predictions),
-}
-
-/// What a program reports with a gradient, in sums over its records.
-#[derive(Debug, Default)]
-pub(super) struct Sums {
-    pub(super) loss: f64,
-    /// Time spent on micro-batches that were discarded.
-    pub(super) discarded: Duration,
-    /// By name, which may occur several times.
-    pub(super) metrics: Vec<(String, f64)>,
-    /// By name, which may occur several times.
-    pub(super) tally: Vec<(String, f64)>,
-    /// The rows of the call, with their gradients.
-    pub(super) rows: BatchRows,
-}
-
 /// What both threads see at any time.
 #[derive(Debug, Default)]
 pub(super) struct Shared {
@@ -183,18 +129,11 @@ impl CallChannel {
         Self { calls, replies, has_computed: false, is_loaded: false }
     }
 
-    /// Lets the program change parameters and state by the sum of a step: its number, and its
-    /// number of records.
-    pub(super) fn change(
-        &mut self,
-        (step, records): (u64, u64),
-        sum: Lent,
-        parameters: LentMut,
-        state: LentMut,
-    ) -> Result<(), UserError> {
+    /// Lets the program change parameters and state.
+    pub(super) fn change(&mut self, change: Change) -> Result<(), UserError> {
         let loads = !self.has_computed || !self.is_loaded;
         self.is_loaded = self.has_computed;
-        self.send(Call::Update { step, records, sum, parameters, state, loads })?;
+        self.send(Call::Update(Change { loads, ..change }))?;
         self.receive().map(drop)
     }
 
@@ -212,22 +151,30 @@ impl CallChannel {
 struct ProgramRule {
     channel: Arc<Mutex<CallChannel>>,
     state: usize,
+    division: Option<Division>,
+    clipped_from: Option<usize>,
 }
 
 impl UpdateRule for ProgramRule {
-    /// The state is not divided by parameter.
     fn slots(&self) -> usize {
-        0
+        self.division.map_or(0, |division| division.slots)
     }
 
-    fn state_len(&self, _parameters: usize) -> usize {
-        self.state
+    fn state_len(&self, parameters: usize) -> usize {
+        let divided = |Division { first, slots }| slots * parameters.saturating_sub(first);
+        self.state + self.division.map_or(0, divided)
+    }
+
+    fn clipped_from(&self) -> Option<usize> {
+        self.clipped_from
     }
 
     fn apply(&mut self, update: Update<'_>) -> Result<(), UserError> {
         let Update { step, records, sum, parameters, slots, .. } = update;
+        let norm = self.clipped_from.map(|first| norm_from(sum, first));
         let (parameters, state) = (LentMut::new(parameters), LentMut::new(slots));
-        locked(&self.channel).change((step, records), Lent::new(sum), parameters, state)
+        let change = Change::new((step, records), Lent::new(sum), parameters, state);
+        locked(&self.channel).change(Change { norm, ..change })
     }
 }
 
@@ -376,7 +323,8 @@ impl Model for ExternalModel {
 
     /// It reports no learning rate.
     fn optimizer(&self) -> impl UpdateRule {
-        ProgramRule { channel: Arc::clone(&self.channel), state: self.shape.state }
+        let Shape { state, division, clipped_from, .. } = self.shape;
+        ProgramRule { channel: Arc::clone(&self.channel), state, division, clipped_from }
     }
 
     fn bucket_len(&self) -> Option<usize> {
@@ -521,6 +469,30 @@ impl Bridge for ExternalModel {
 
     fn take_tally(&mut self) -> BTreeMap<String, f64> {
         mem::take(&mut self.tally)
+    }
+
+    fn division(&self) -> Option<Division> {
+        self.shape.division
+    }
+
+    fn update_chunks(
+        &mut self,
+        step: (u64, u64),
+        parameters: &mut [f32],
+        whole: &mut [f32],
+        chunks: Vec<ChunkUpdate<'_>>,
+    ) -> Result<(), UserError> {
+        let norm = chunks.first().and_then(|chunk| chunk.norm);
+        let chunks = chunks.into_iter().map(LentChunk::new).collect();
+        let (parameters, whole) = (LentMut::new(parameters), LentMut::new(whole));
+        let change = Change::new(step, Lent::new(&[]), parameters, whole);
+        self.channel().change(Change { norm, chunks, ..change })
+    }
+
+    fn gathered(&mut self, loads: bool) -> Result<(), UserError> {
+        let channel = self.channel();
+        channel.send(Call::Gathered { loads })?;
+        channel.receive().map(drop)
     }
 
     fn observe(&mut self, event: Progress<'_>) {

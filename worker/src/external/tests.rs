@@ -12,8 +12,9 @@ use elasticdl_collective::testing::LocalRank;
 use elasticdl_data::{Predictions, Purpose};
 use elasticdl_tables::{BatchRows, Initialization, RowOptimizer, Table};
 
+use super::calls::{Call, Reply, Sums};
 use super::memory::Taken;
-use super::model::{Batch, Call, CallChannel, ExternalModel, Reply, Sums};
+use super::model::{Batch, CallChannel, ExternalModel};
 use super::*;
 use crate::buckets::{self, RecordKeys, SummedBuckets};
 use crate::metrics::{Loss, Metrics};
@@ -42,6 +43,7 @@ fn train(in_flight: usize, fail_at: Option<u64>) -> (Vec<f32>, usize, Ended) {
             Event::Evaluate { .. }
             | Event::AppliedIds { .. }
             | Event::EpochComplete
+            | Event::Gathered { .. }
             | Event::Ids { .. }
             | Event::Predict { .. } => panic!("it trains, and has no tables: {event:?}"),
             Event::Initialize { seed } => {

@@ -10,7 +10,7 @@ use elasticdl_proto::{
     WorkerOptions,
 };
 
-use super::driver::Ended;
+use super::events::Ended;
 use super::model::ExternalModel;
 use crate::control::Control;
 use crate::environment::{EXIT_DONE, EXIT_MASTER_LOST, Environment};
@@ -44,6 +44,8 @@ pub struct JobOptions {
     pub shuffles: bool,
     /// Whether sums must not depend on the workers.
     pub is_deterministic: bool,
+    /// Whether the optimizer's state is divided over the workers.
+    pub shards_optimizer: bool,
 }
 
 /// Options of a worker that trains alone.
@@ -163,7 +165,16 @@ impl Worker {
         let shuffles = options.shuffle.mode != ShuffleMode::None;
         let (epochs, seed) = (options.epochs, options.seed);
         let is_deterministic = options.deterministic;
-        JobOptions { epochs, global_batch, per_worker, seed, shuffles, is_deterministic }
+        let shards_optimizer = options.shard_optimizer;
+        JobOptions {
+            epochs,
+            global_batch,
+            per_worker,
+            seed,
+            shuffles,
+            is_deterministic,
+            shards_optimizer,
+        }
     }
 
     /// What the job does: "evaluate", "predict" or "train".

@@ -92,8 +92,17 @@ impl AdamWStep {
 /// Euclidean norm, in f64, in one fixed order: the sums of squares of the chunks that an
 /// optimizer's state would be divided into, so that the bits do not depend on whether it is.
 pub(super) fn norm(values: &[f32]) -> f64 {
-    let chunks = values.chunks(ChunkLayout::new(values.len(), 0).chunk_len);
-    chunks.map(squares).sum::<f64>().sqrt()
+    norm_from(values, 0)
+}
+
+/// As [`norm`], of the values from `first` on.
+pub(crate) fn norm_from(values: &[f32], first: usize) -> f64 {
+    let layout = ChunkLayout::new(values.len(), 0);
+    let of_chunk = |chunk| {
+        let range = layout.range(chunk);
+        squares(&values[range.start.max(first).min(range.end)..range.end])
+    };
+    (0..layout.chunks()).map(of_chunk).sum::<f64>().sqrt()
 }
 
 /// Sum of squares, in f64, in one fixed order. The lanes are independent, so the compiler can

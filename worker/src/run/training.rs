@@ -74,12 +74,13 @@ impl Training<'_> {
         let origin = program::origin(&environment.location.node, &sources, &layout, &specs, &*rule);
         let origin = Origin { serves_tables, ..origin };
         set_stop_flag(Arc::clone(&control.stops));
+        let division = model.as_bridge().and_then(|bridge| bridge.division());
         let (data, name, program) = (dataset.clone(), order.name(), origin.program.clone());
         let checkpoints = Checkpointing::new(
             options,
             job,
             data,
-            (name, size),
+            (name, (size, division)),
             program,
             evaluation,
             specs.clone(),
@@ -102,7 +103,10 @@ impl Training<'_> {
         let on_host = |state| Tensors::Host { group: None, state };
         let tensors = match shards {
             true if is_half => on_host(HostState::sharded_half(size.parameters)),
-            true => on_host(HostState::sharded(size.parameters)),
+            true => on_host(match model.as_bridge().and_then(Bridge::take_memory) {
+                Some(memory) => HostState::sharded_in_memory(memory),
+                None => HostState::sharded(size.parameters),
+            }),
             false => tensors_on(&mut model, size, options.wire_dtype)?,
         };
         let computes_on_gpu = matches!(tensors, Tensors::Device { .. });
@@ -124,7 +128,8 @@ impl Training<'_> {
         }
         let sharded = shards.then(|| {
             let layout = ChunkLayout::new(size.parameters, rule.slots() + usize::from(is_half));
-            let chunks = Chunks::of_optimizer(worker.0, layout);
+            let first = division.map_or(0, |division| division.first);
+            let chunks = Chunks::of_optimizer(worker.0, layout.from(first));
             ShardedOptimizer::new(chunks, &*rule, model.bucket_len())
         });
         let trainer = Trainer {
@@ -202,13 +207,14 @@ fn check_sharding<M: Model>(
     rule: &dyn UpdateRule,
     tables: &[Table],
 ) -> Result<(), String> {
-    let why = if model.as_bridge().is_some() {
-        "a PyTorch program keeps its optimizer's state in tensors of its own"
-    } else if is_on_gpu(model) {
+    let is_divided = model.as_bridge().map(|bridge| bridge.division().is_some());
+    let why = if is_on_gpu(model) {
         "the model computes on a GPU, which holds the optimizer's state"
+    } else if is_divided == Some(false) {
+        "a program without an optimizer of PyTorch keeps its state in arrays of its own"
     } else if !tables.is_empty() {
         "the model has tables, whose rows are divided by themselves"
-    } else if !rule.is_elementwise() {
+    } else if is_divided.is_none() && !rule.is_elementwise() {
         "the model's update rule does not say that it is element-wise \
          (UpdateRule::is_elementwise), so it may need all parameters at once"
     } else {

@@ -15,12 +15,12 @@ use super::row_tables::{LostRows, RowTables};
 use super::sharded::ShardedOptimizer;
 use super::stopped::Stopped;
 use crate::checkpoint::{Completion, OwnShard, RestoreError, SavedPart};
+use crate::digests::digest_of;
 use crate::failure::{Failure, call_user};
 use crate::model::Model;
 use crate::session::checkpoint::Task;
 use crate::session::evaluation::Evaluation;
 use crate::tensor::Tensor;
-use crate::tensors::digest_of;
 
 impl<M: Model> Trainer<'_, M> {
     /// Executes the session's checkpoint tasks. To be called before the state changes again.

@@ -19,7 +19,6 @@ use crate::model::Model;
 use crate::session::FinalState;
 use crate::session::halt::Ending;
 use crate::tensor::Tensor;
-use crate::tensors::digest_without_slots;
 
 impl<M: Model> Trainer<'_, M> {
     /// The sum of a step's gradients is not finite, and such steps end the job.
@@ -69,10 +68,7 @@ impl<M: Model> Trainer<'_, M> {
         }
         let state = self.session.state().expect("it was there above");
         let digest = match chunks {
-            Some(chunks) => {
-                let parameters = self.tensors.to_host(Tensor::Parameters)?;
-                digest_without_slots(&parameters, state).wrapping_add(chunks)
-            }
+            Some(chunks) => self.tensors.digest_beside_chunks(state)?.wrapping_add(chunks),
             None => self.tensors.digest(state)?,
         };
         let last = FinalState {

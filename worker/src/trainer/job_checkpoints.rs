@@ -13,6 +13,7 @@ use elasticdl_tables::Table;
 use crate::checkpoint::{
     BestMetric, CheckpointWriter, JobFingerprint, Locations, RestoreError, Retention, check,
 };
+use crate::external::Division;
 use crate::failure::{Failure, call_user};
 use crate::machine::{CheckpointStore, StoredCheckpoints};
 use crate::model::{Model, NamedTensor, tables_of};
@@ -56,10 +57,11 @@ impl Checkpointing {
         }
         let parameters = call_user("tensors()", || Ok(NamedTensor::count(&model.tensors())))?;
         let size = call_user("optimizer()", || Ok(ModelSize::new(parameters, &model.optimizer())))?;
+        let division = model.as_bridge().and_then(|bridge| bridge.division());
         let reader = call_user("reader()", || Ok(model.reader()))?;
         let order = order_of(&reader, options, dataset)?.name();
         let (locations, fingerprint) =
-            locate(options, job, dataset.clone(), order, size).map_err(|f| f.error)?;
+            locate(options, job, dataset.clone(), order, (size, division)).map_err(|f| f.error)?;
         let fingerprint = JobFingerprint { tables: tables_of(model)?, ..fingerprint };
         check(&locations, &fingerprint).map_err(|error| match error {
             RestoreError::Refused(error) | RestoreError::Storage(error) => error,
@@ -79,7 +81,7 @@ impl Checkpointing {
         options: &WorkerOptions,
         job: JobKey<'_>,
         dataset: Dataset,
-        (order, size): (OrderName, ModelSize),
+        (order, size): (OrderName, (ModelSize, Option<Division>)),
         program: Program,
         evaluation: Option<&Plan>,
         tables: Vec<Table>,
@@ -115,7 +117,7 @@ fn locate(
     job: JobKey<'_>,
     dataset: Dataset,
     order: OrderName,
-    size: ModelSize,
+    (size, division): (ModelSize, Option<Division>),
 ) -> Result<(Locations, JobFingerprint), Failure> {
     let open = |option: &str, address: &str| {
         Storage::open(address).map_err(|error| Failure::local(format!("{option} {error}")))
@@ -140,6 +142,8 @@ fn locate(
         tables: Vec::new(),
         shards_optimizer: options.shard_optimizer,
         chunks_have_parameters: options.param_dtype == ParamDtype::Bf16,
+        whole: division.map_or(0, |of| size.slots - of.slots * (size.parameters - of.first)),
+        first: division.map_or(0, |of| of.first),
     };
     let exclusive = options.checkpoints.as_ref().is_some_and(|spec| spec.exclusive);
     Ok((Locations { own, from, exclusive, passed_over: Vec::new() }, fingerprint))

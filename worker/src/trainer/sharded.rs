@@ -21,7 +21,7 @@ use std::ops::Range;
 
 use elasticdl_collective::CollectiveError;
 use elasticdl_proto::{Generation, WorkerId};
-use elasticdl_tables::{Chunks, OwnedHeader, StepCommit};
+use elasticdl_tables::{ChunkUpdate, Chunks, OwnedHeader, StepCommit};
 use half::bf16;
 use half::slice::HalfFloatSliceExt as _;
 
@@ -31,11 +31,14 @@ use super::peers::{Peers, Source, all_have_read, refused};
 use super::row_tables::{LostRows, Regrouped, exchange};
 use super::stopped::{Stopped, decode_all, state_mismatch};
 use crate::buckets::{self, BucketSums};
+use crate::external::{Progress, observe};
 use crate::failure::{Failure, call_user};
 use crate::half_model::HalfModel;
 use crate::machine::{CheckpointStore, Group};
+use crate::metrics::UserError;
 use crate::model::Model;
 use crate::session::header;
+use crate::tensor::Tensor;
 use crate::tensors::{HostState, Tensors};
 use crate::update::{Update, UpdateRule};
 
@@ -50,6 +53,10 @@ pub(crate) struct ShardedOptimizer {
     pub(super) peers: Peers,
     /// Whether this rank has the parameters of its step.
     is_gathered: bool,
+    /// Whether the program, if the model is one, has another state than this rank, and whether it
+    /// has updated its own without the parameters of other ranks.
+    is_new_to_program: bool,
+    is_updated: bool,
     /// Digest of the chunks of all ranks of the group, once they are counted.
     counted: Option<u64>,
     /// What the group has given up because chunks are lost, until it has a state again.
@@ -65,13 +72,14 @@ impl ShardedOptimizer {
     pub(crate) fn new(chunks: Chunks, rule: &dyn UpdateRule, bucket_len: Option<usize>) -> Self {
         let layout = chunks.layout();
         let has_masters = layout.slots > rule.slots();
-        let clips = rule.as_optimizer().is_some_and(|rule| rule.norm_limit().is_some());
         Self {
             chunks,
             has_masters,
-            sums: StepSums::new(layout, bucket_len, clips),
+            sums: StepSums::new(layout, bucket_len, rule.clipped_from()),
             peers: Peers::default(),
             is_gathered: false,
+            is_new_to_program: true,
+            is_updated: false,
             counted: None,
             lost: None,
             scratch: Vec::new(),
@@ -118,13 +126,15 @@ impl ShardedOptimizer {
     pub(super) fn go_back(&mut self, lost: Option<LostRows>) {
         self.chunks.clear();
         self.peers.go_back();
-        (self.is_gathered, self.counted) = (false, None);
+        (self.is_gathered, self.is_new_to_program, self.counted) = (false, true, None);
         self.lost = self.lost.or(lost);
     }
 
-    /// This rank goes on from another rank's state, whose parameters it does not have yet.
-    pub(super) fn receive_state(&mut self) {
+    /// The group goes on from another rank's state, whose parameters not all ranks have yet.
+    /// `is_new`: this rank had none.
+    pub(super) fn receive_state(&mut self, is_new: bool) {
         self.is_gathered = false;
+        self.is_new_to_program |= is_new;
     }
 
     /// The sums of the buckets that follow are those of a step.
@@ -154,7 +164,7 @@ impl ShardedOptimizer {
     }
 
     /// The step after `step` is committed, by the group of `generation` or, in a repair, by an
-    /// earlier one: updates the chunks that this rank holds, and their parameters.
+    /// earlier one: calls `update` with the chunks that this rank holds, if it `is_applied`.
     ///
     /// # Errors
     /// As for [`RowTables::commit`](super::row_tables::RowTables::commit).
@@ -162,28 +172,26 @@ impl ShardedOptimizer {
         &mut self,
         (step, generation): (u64, Option<Generation>),
         (records, is_applied): (u64, bool),
-        rule: &mut dyn UpdateRule,
-        parameters: &mut [f32],
+        update: &mut dyn FnMut(Vec<ChunkUpdate<'_>>) -> Result<(), UserError>,
     ) -> Result<(), Failure> {
         self.is_gathered = false;
+        self.is_updated |= is_applied;
         let committed_by = generation
             .map(|Generation(generation)| generation)
             .or_else(|| self.peers.generation_of(step + 1));
-        let Some(of) = committed_by else { return Ok(()) };
-        let mut applied = Ok(());
-        let commit = StepCommit { generation: of, divisor: records as f32, is_applied };
-        let sums = self.chunks.commit(commit, |chunk| {
-            let (parameters, slots) = match self.has_masters {
-                true => chunk.slots.split_at_mut(chunk.sum.len()),
-                false => (&mut parameters[chunk.range], chunk.slots),
-            };
-            let update = Update::new(step, records, chunk.sum, parameters, slots);
-            let update = Update { norm: chunk.norm, ..update };
-            if applied.is_ok() {
-                applied = call_user("the update", || rule.apply(update));
-            }
+        let mut applied = None;
+        let mut apply = |chunks: Vec<ChunkUpdate<'_>>| {
+            applied = Some(call_user("the update", || update(chunks)));
+        };
+        let sums = committed_by.and_then(|generation| {
+            let commit = StepCommit { generation, divisor: records as f32, is_applied };
+            self.chunks.commit(commit, &mut apply)
         });
-        applied.map_err(Failure::local)?;
+        if is_applied && sums.is_none() {
+            // A program has a state beside the chunks.
+            apply(Vec::new());
+        }
+        applied.transpose().map_err(Failure::local)?;
         match sums {
             Some(sums) => self.sums.reuse(sums),
             None if generation.is_none() => {}
@@ -195,18 +203,14 @@ impl ShardedOptimizer {
         Ok(())
     }
 
-    /// Replaces the parameters of all chunks by those of their owners, unless all ranks have those
-    /// of their step. `in_round`: all ranks have just committed the step, so that a rank that holds
-    /// a chunk has its parameters.
+    /// Replaces the parameters of all chunks by those of their owners. `in_round`: all ranks have
+    /// just committed the step, so that a rank that holds a chunk has its parameters.
     fn gather<R: Replica>(
         &mut self,
         group: &mut dyn Group,
         replica: &mut R,
         in_round: bool,
     ) -> Result<(), Stopped> {
-        if self.is_gathered {
-            return Ok(());
-        }
         let Self { chunks, scratch, outgoing, is_gathered, .. } = self;
         let (layout, world, me) = (chunks.layout(), group.world_size(), group.rank());
         scratch.resize(GATHERED_LEN_MAX.max(layout.chunk_len).min(layout.parameters), 0.0);
@@ -443,7 +447,11 @@ impl<M: Model> Trainer<'_, M> {
                 tracing::info!(%error, "links broke; the next group gathers the parameters");
                 Ok(())
             }
-            gathered => gathered,
+            gathered => {
+                gathered?;
+                self.observe_commit();
+                Ok(())
+            }
         }
     }
 
@@ -454,13 +462,37 @@ impl<M: Model> Trainer<'_, M> {
         of_step: (u64, bool),
     ) -> Result<(), Stopped> {
         let step = self.session.step();
-        let (Some(sharded), Tensors::Host { state: HostState { parameters, .. }, .. }) =
+        let (Some(sharded), Tensors::Host { state: HostState { parameters, slots, .. }, .. }) =
             (&mut self.sharded, &mut self.tensors)
         else {
             return Ok(());
         };
-        let parameters = parameters.writable();
-        Ok(sharded.commit((step, generation), of_step, &mut *self.rule, parameters)?)
+        let (model, rule, records) = (&mut self.model, &mut *self.rule, of_step.0);
+        let (parameters, has_masters) = (parameters.writable(), sharded.has_masters);
+        let update = &mut |chunks: Vec<ChunkUpdate<'_>>| {
+            if let Some(bridge) = model.as_bridge() {
+                let state = slots.writable();
+                return bridge.update_chunks((step, records), parameters, state, chunks);
+            }
+            for ChunkUpdate { range, slots, sum, norm, .. } in chunks {
+                let (parameters, slots) = match has_masters {
+                    true => slots.split_at_mut(sum.len()),
+                    false => (&mut parameters[range], slots),
+                };
+                let update = Update::new(step, records, sum, parameters, slots);
+                rule.apply(Update { norm, ..update })?;
+            }
+            Ok(())
+        };
+        Ok(sharded.commit((step, generation), of_step, update)?)
+    }
+
+    /// Lets the model know the state after a commit. A program then goes on with the parameters.
+    pub(super) fn observe_commit(&mut self) {
+        if let Some(state) = self.session.state() {
+            let (epoch, records) = (state.ledger.epoch(), state.records_trained);
+            observe(&mut self.model, Progress::Committed { step: state.step, epoch, records });
+        }
     }
 
     /// Gathers the parameters of this rank's step. `in_round`: all ranks have just committed it.
@@ -470,16 +502,42 @@ impl<M: Model> Trainer<'_, M> {
         else {
             return Ok(());
         };
+        if sharded.is_gathered {
+            return Ok(());
+        }
         match self.model.as_half_model().filter(|_| sharded.has_masters) {
             Some(model) => {
                 let mut replica = Rounded { model, parameters: Vec::new() };
-                sharded.gather(&mut **group, &mut replica, in_round)
+                sharded.gather(&mut **group, &mut replica, in_round)?;
             }
             None => {
                 let mut replica = Floats(state.parameters.writable());
-                sharded.gather(&mut **group, &mut replica, in_round)
+                sharded.gather(&mut **group, &mut replica, in_round)?;
             }
         }
+        let is_updated = mem::take(&mut sharded.is_updated);
+        let loads = mem::take(&mut sharded.is_new_to_program);
+        if let Some(bridge) = self.model.as_bridge().filter(|_| is_updated || loads) {
+            call_user("the end of the update", || bridge.gathered(loads))
+                .map_err(Failure::local)?;
+        }
+        Ok(())
+    }
+
+    /// Broadcasts the optimizer's state or, if it is divided, what a program has beside the chunks.
+    /// That of a rank that does not take it may be further by what follows a commit.
+    pub(super) fn broadcast_slots(&mut self, root: usize, takes: bool) -> Result<(), Stopped> {
+        let is_divided = self.sharded.is_some();
+        if is_divided && self.tensors.size().slots == 0 {
+            return Ok(());
+        }
+        let is_kept = is_divided && !takes;
+        let kept = is_kept.then(|| self.tensors.to_host(Tensor::Slots)).transpose()?;
+        let broadcast = self.tensors.broadcast(root, Tensor::Slots);
+        if let (Some(kept), Tensors::Host { state, .. }) = (kept, &mut self.tensors) {
+            state.slots.writable().copy_from_slice(&kept);
+        }
+        Ok(broadcast?)
     }
 
     /// The ranks agree on who holds which chunks, and gather the parameters. Returns `false` if the

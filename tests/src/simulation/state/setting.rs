@@ -224,7 +224,7 @@ impl Setting {
     /// How the optimizer's state is divided, if it is.
     pub(crate) fn layout(&self) -> Option<ChunkLayout> {
         let (parameters, slots) = (self.parameters(), 1);
-        self.chunks.map(|(chunk_len, _)| ChunkLayout { parameters, slots, chunk_len })
+        self.chunks.map(|(chunk_len, _)| ChunkLayout { parameters, first: 0, slots, chunk_len })
     }
 
     /// Number of shards of tables, or of the optimizer's state.

@@ -35,7 +35,8 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def state(self):
-        """That of the optimizer."""
+        """That of the optimizer; refused where it is divided over the workers."""
+        self._training.check_whole("state")
         return self._inner.state
 
     def add_param_group(self, param_group):
@@ -44,7 +45,8 @@ class Optimizer(torch.optim.Optimizer):
         self._inner.add_param_group(param_group)
 
     def state_dict(self):
-        """That of the optimizer."""
+        """That of the optimizer; refused where it is divided over the workers."""
+        self._training.check_whole("state_dict()")
         return self._inner.state_dict()
 
     def load_state_dict(self, state_dict):

@@ -22,9 +22,13 @@ import torch
 class State:
     """The layout, and the objects whose state it holds."""
 
-    def __init__(self, optimizer, objects, place, unfreezes=False):
-        """``unfreezes``: parameters that are frozen have state, too."""
+    def __init__(self, optimizer, objects, place, unfreezes=False, groups=None):
+        """``unfreezes``: parameters that are frozen have state, too. ``groups``: where the settings
+        are, if not in those of the optimizer."""
         self._optimizer = optimizer
+        self._groups = optimizer.param_groups if groups is None else groups
+        # Whether a step has changed the state, and what follows its update has not.
+        self.is_open = False
         self._objects = objects
         self._place = place
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -98,13 +102,15 @@ class State:
             if flag:
                 state = self._optimizer.state[self._parameters[entry.index]]
                 state[entry.name] = entry.load(flag)
+        self.is_open = False
         length = int(self._length[0])
         if not 0 <= length <= self._text_max:
             raise RuntimeError("the group's state is of another program; all must be the same")
         if length:
             text = bytes(self._bytes[self._text_at : self._text_at + length].tolist())
-            groups, objects = json.loads(text)
-            for group, values in zip(self._optimizer.param_groups, groups, strict=True):
+            groups, objects, *is_open = json.loads(text)
+            self.is_open = bool(is_open)
+            for group, values in zip(self._groups, groups, strict=True):
                 for name, value in decode(values).items():
                     group[name] = as_like(value, group.get(name))
             for name, value in self._objects.items():
@@ -144,14 +150,15 @@ class State:
 
     def _encoded(self, number_of):
         groups = []
-        for group in self._optimizer.param_groups:
+        for group in self._groups:
             settings = {name: value for name, value in group.items() if name != "params"}
             groups.append(encode(settings, "the optimizer"))
         objects = {
             name: encode(value.state_dict(), f"job.state({name!r})", number_of, (name,))
             for name, value in self._objects.items()
         }
-        return json.dumps([groups, objects], separators=(",", ":")).encode()
+        is_open = [True] if self.is_open else []
+        return json.dumps([groups, objects, *is_open], separators=(",", ":")).encode()
 
 
 class _Entry:

@@ -6,6 +6,7 @@ import math
 import torch
 
 from .._worker import Calls
+from ._chunks import Chunks
 from ._gradients import UNUSED, WEIGHT, Gradients
 from ._inference import set_buffers
 from ._module import tensor_of, tensors_of
@@ -34,6 +35,16 @@ class Training:
         self._kept = {}
         self._gradients = None
         self._is_applying = False
+        # The optimizer's state, if it is divided over the workers.
+        self._chunks = None
+
+    def check_whole(self, what):
+        """Refuses what needs the whole state of the optimizer, where no worker has it."""
+        if self._chunks is not None:
+            raise RuntimeError(
+                "with --shard-optimizer no worker has all of the optimizer's state, so there is no "
+                f"{what}: checkpoints have it (--checkpoint-dir), and param_groups has the settings"
+            )
 
     def add(self, optimizer, inner, *, reduction, clip_norm, overlap, unfreezes):
         """Adds an optimizer of the program, and the one in its place."""
@@ -150,6 +161,15 @@ class Training:
             if job._scaler is not None or job._rows.declared():
                 raise ValueError(_ONE_OPTIMIZER)
             self._inner = Together([inner for inner, _ in self._clipped])
+        options = self._worker.core.options
+        if options.shards_optimizer:
+            if len(self._clipped) > 1 or job._scaler is not None or job._rows.declared():
+                raise ValueError(_ONE_SHARDED)
+            self._chunks = Chunks(self._inner, place_of(job._net), self._unfreezes)
+        # The sum is the same however it is divided, and so is its norm.
+        is_exact = options.is_deterministic or options.shards_optimizer
+        clip_norm = self._clipped[0][1] if len(self._clipped) == 1 else None
+        self._clip_norm = clip_norm if is_exact else None
         self._bucket_len = _BUCKET_LEN if self._overlap else None
         _check_owner(job._net, self._inner)
         tables = job._rows.declared()
@@ -182,15 +202,26 @@ class Training:
             lambda: self._settings.noting(),
         )
         objects = {**job._objects.by_name, **self._schedules.objects()}
-        self._state = State(self._inner, objects, self._place, self._unfreezes)
+        division, of_whole, groups = None, self._inner, self._inner.param_groups
+        first = total - sum(parameter.numel() for _, parameter in self._trainable)
+        if self._chunks is not None:
+            division, of_whole = (first, self._chunks.slots), self._chunks.twin
+        self._state = State(of_whole, objects, self._place, self._unfreezes, groups)
         self._place.allocate(total, self._state.floats)
-        calls = Calls(initialize=self._initialize, update=self._update, load=self._load)
+        calls = Calls(
+            initialize=self._initialize,
+            update=self._update,
+            gathered=self._gathered,
+            load=self._load,
+        )
         self._worker.context = self._acting
         self._worker.start(
             tensors,
             self._state.floats,
             calls,
             is_direct=True,
+            division=division,
+            clipped_from=None if self._clip_norm is None else first,
             bucket_len=self._bucket_len,
             on_gpu=self._place.on_gpu,
             tables=tables,
@@ -235,6 +266,9 @@ class Training:
             bucket_len=self._bucket_len,
             scaler=self._job._scaler,
         )
+        if self._chunks is not None:
+            self._chunks.bind(self._values, self._buffer_len, start, parameters)
+            return
         # The gradient of a step, for the optimizer.
         self._mean = torch.empty(at - start, device=self._place.device)
         sizes = [parameter.numel() for parameter in parameters]
@@ -267,8 +301,9 @@ class Training:
         """The parameters are in the flat memory since the beginning; those on a GPU are copied to
         the host."""
         del seed
-        if self._inner.state:
-            # It was loaded before training.
+        before = self._inner if self._chunks is None else self._chunks.twin
+        if before.state:
+            # It was loaded before training, or made with the optimizer.
             self._state.save()
         if self._place.on_gpu is not None:
             at_address(address, len(self._values)).copy_(self._values)
@@ -302,6 +337,13 @@ class Training:
             self._schedules.begin_commit(self._job.epoch, tally)
         self._settings.decide(tally)
         self._job._meeting.commit(tally)
+        if self._chunks is not None:
+            # Frees the gradients of the last micro-batch.
+            self._gradients.means(address)
+            self._step_chunks(records, tally)
+            self._state.is_open = True
+            self._state.save()
+            return
         # The sum stays as it is: other workers may still need it.
         sums = self._gradients.flat(address)
         # The sum of a strict job is rounded.
@@ -315,25 +357,66 @@ class Training:
             self._apply(sums, records, means, tally)
         if scaler is not None:
             scaler._commit(left_out)
+        self._end_update()
+
+    def _end_update(self):
         with torch.enable_grad():
             with self._schedules.called_by("functions"):
-                objects.commit()
+                self._job._objects.commit()
             self._schedules.commit()
+        if self._chunks is not None:
+            name = self._unchanged.changed()
+            if name is not None:
+                raise RuntimeError(_CHANGED_AFTER.format(name))
         self._state.save()
         self._unchanged.note()
         self._settings.note()
         self._gradients.clear()
 
-    def _apply(self, sums, records, means, tally):
+    @torch.no_grad()
+    def _gathered(self, loads):
+        """The parameters are those of the step, on all workers."""
+        if loads:
+            self._state.load()
+            self._settings.note()
+        if self._state.is_open or loads:
+            self._load_buffers()
+            self._unchanged.note()
+        if self._state.is_open:
+            self._state.is_open = False
+            self._end_update()
+
+    def _step_chunks(self, records, tally):
+        """Updates the chunks of this worker."""
+        divisor, norm = self._divisor(records, tally), self._worker.core.norm()
+        self._chunks.step(
+            self._worker.core.chunks(),
+            records,
+            divisor,
+            None if norm is None else self._clip_factor(norm / divisor),
+            lambda at: tally.get(UNUSED.format(at), 0) == records,
+        )
+
+    def _divisor(self, records, tally):
+        """What the sum of the gradients is divided by."""
         weight = tally.get(WEIGHT)
         if weight == 0:
             raise ValueError(
                 "the weights of all micro-batches of the step are 0, so its gradient is no mean; "
                 "leave out records without anything to learn"
             )
+        return weight or (records if self._reduction == "mean" else 1)
+
+    def _clip_factor(self, norm):
+        """The factor of a mean gradient of this norm, as of ``clip_grad_norm_``."""
+        return min(self._clip_norm / (norm + 1e-6), 1.0)
+
+    def _apply(self, sums, records, means, tally):
+        divisor, norm = self._divisor(records, tally), self._worker.core.norm()
         if means is None:
-            divisor = weight or (records if self._reduction == "mean" else 1)
             torch.div(sums[-len(self._mean) :], divisor, out=self._mean)
+            if norm is not None:
+                self._mean.mul_(self._clip_factor(norm / divisor))
             means = [view for _, view in self._views]
         if self._buffers:
             self._values[: self._buffer_len] += sums[: self._buffer_len] / records
@@ -347,7 +430,7 @@ class Training:
             if len(self._clipped) == 1:
                 # As in a plain loop, also those that the optimizer lacks.
                 parameters = [parameter for parameter, _ in self._views]
-            if clip_norm is not None:
+            if clip_norm is not None and norm is None:
                 torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
         self._is_applying = True
         with torch.enable_grad():
@@ -381,6 +464,15 @@ _TWICE = (
     "without a gradient stay as they are"
 )
 _NO_WEIGHT = "step() takes a weight in a job of one optimizer, and this one has several"
+_CHANGED_AFTER = (
+    "with --shard-optimizer a function on_commit of job.state() can't change parameters, as some "
+    "workers may have called it, and others not, when a worker is lost; it changed {}. Train "
+    "without --shard-optimizer, or let the loss keep parameters in their range"
+)
+_ONE_SHARDED = (
+    "a job with --shard-optimizer has one optimizer, and neither tables nor job.scaler(); start "
+    "it without --shard-optimizer, or put the parameters into groups of one optimizer"
+)
 _ONE_OPTIMIZER = "a job with tables or with job.scaler() has one optimizer"
 _ACCUMULATED = (
     "a micro-batch was drawn after a backward() that no opt.step() has followed. Each micro-batch "

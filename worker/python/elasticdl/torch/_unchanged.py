@@ -52,21 +52,16 @@ class Unchanged:
                     f"{name} was frozen when training began and requires a gradient now; pass "
                     "unfreezes=True to job.optimizer(), for an optimizer that has it"
                 )
-        places = zip(self._named, self._addresses, self._versions, strict=True)
-        for (name, parameter), address, version in places:
+        for (name, parameter), address in zip(self._named, self._addresses, strict=True):
             if parameter.data_ptr() != address:
                 raise RuntimeError(
                     f"{name} is in other memory than when training began, where it is trained no "
                     f"more: move and convert the module, as net.to() does, before job.model(), and "
                     f"give {name} no other data"
                 )
-            if parameter._version != version:
-                raise RuntimeError(_changed(name))
-        if self._compared is not None:
-            elements = self._values[self._compared].view(torch.int32)
-            if not torch.equal(elements, self._elements):
-                at = int(self._compared[elements != self._elements][0])
-                raise RuntimeError(_changed(self._name_at(at)))
+        name = self.changed()
+        if name is not None:
+            raise RuntimeError(_changed(name))
         for (entry, buffer), version in zip(self._kept, self._kept_versions, strict=True):
             if tensor_of(entry) is not buffer or buffer._version != version:
                 name = entry[0]
@@ -75,6 +70,17 @@ class Unchanged:
                     "sent to other workers as f32; use a buffer of torch.float32, or leave it as "
                     "it was when training began"
                 )
+
+    def changed(self):
+        """The name of a parameter whose values have changed; None if there is none."""
+        for (name, parameter), version in zip(self._named, self._versions, strict=True):
+            if parameter._version != version:
+                return name
+        if self._compared is not None:
+            elements = self._values[self._compared].view(torch.int32)
+            if not torch.equal(elements, self._elements):
+                return self._name_at(int(self._compared[elements != self._elements][0]))
+        return None
 
     def _check_names(self):
         for name, parameter in self._net.named_parameters():

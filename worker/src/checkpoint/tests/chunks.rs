@@ -113,6 +113,39 @@ fn chunks_with_the_parameters_are_read_exactly_by_jobs_of_each_kind_and_made_of_
     }
 }
 
+/// A job as that of [`job`], of a program whose first 100 parameters have no state, and whose
+/// optimizer has 40 floats that are not divided.
+fn job_of_program() -> JobFingerprint {
+    JobFingerprint { slots: 2 * 9_900 + 40, whole: 40, first: 100, ..job(true) }
+}
+
+#[test]
+fn a_state_that_is_divided_in_part_is_read_by_jobs_whose_state_is() {
+    let (_folder, storage) = folder();
+    let (fingerprint, (expected, slots)) = (job_of_program(), state(&job_of_program(), 30));
+    let (divided, whole) = slots.split_at(2 * 9_900);
+    let cut = |chunk: u32| fingerprint.layout().cut(chunk, divided);
+    let of_ranks = vec![vec![0, 2], vec![1]];
+    let owned = [vec![cut(0), cut(2)], vec![cut(1)]];
+    let owned = owned.map(|owned| Some((of_ranks.clone(), SavedPart::Chunks(owned))));
+    let name = Ranks::new(&storage, job_of_program(), 2, 3).write_with(30, owned.to_vec()).unwrap();
+    let locations = locations(&storage);
+    let (mut parameters, mut read) = (vec![f32::NAN; 10_000], vec![f32::NAN; 40]);
+    restore(&locations, &fingerprint, &mut parameters, &mut read, &mut |_, _| ()).unwrap().unwrap();
+    assert!(parameters == expected && read == whole);
+    let found = read_chunks(&locations, &fingerprint, (&name, true), &[0, 2]).unwrap();
+    assert_eq!(found.len(), 2);
+    for chunk in found {
+        assert!(chunk.slots() == cut(chunk.number()).slots(), "chunk {}", chunk.number());
+    }
+    // A job without the option has this state in another form, and one of candle in none.
+    let without = JobFingerprint { shards_optimizer: false, whole: 0, first: 0, ..fingerprint };
+    let mut slots = vec![0.0; without.slots];
+    let restored = restore(&locations, &without, &mut parameters, &mut slots, &mut |_, _| ());
+    let Err(RestoreError::Refused(error)) = restored else { panic!("{restored:?}") };
+    assert!(error.contains("start this job with --shard-optimizer"), "{error}");
+}
+
 #[test]
 fn a_damaged_chunk_is_refused_by_the_jobs_that_need_it() {
     let (folder, storage) = folder();

@@ -36,8 +36,8 @@ pub(super) struct StepSums {
     /// group may begin to share memory in a step.
     is_at_owners: bool,
     /// Sums of the squares of the chunks whose sums this rank has seen, if the update needs the
-    /// norm of all.
-    squares: Option<Vec<f64>>,
+    /// norm of all, and the first parameter that counts in it.
+    squares: Option<(Vec<f64>, usize)>,
     /// The sum of a bucket, or what this rank gives to the sums of others.
     bucket: Vec<f32>,
     /// What others give to the sums of this rank.
@@ -81,9 +81,13 @@ impl BucketSums for StepSums {
 }
 
 impl StepSums {
-    /// `bucket_len`: of the model, if it has buckets. `clips`: whether the update needs the norm of
-    /// the sum.
-    pub(super) fn new(layout: ChunkLayout, bucket_len: Option<usize>, clips: bool) -> Self {
+    /// `bucket_len`: of the model, if it has buckets. `clipped_from`: the update needs the norm of
+    /// the sum from this parameter on.
+    pub(super) fn new(
+        layout: ChunkLayout,
+        bucket_len: Option<usize>,
+        clipped_from: Option<usize>,
+    ) -> Self {
         let bucket_len = bucket_len.unwrap_or(BUCKET_LEN_MAX).min(BUCKET_LEN_MAX);
         Self {
             layout,
@@ -92,7 +96,7 @@ impl StepSums {
             sums: BTreeMap::new(),
             are_finite: true,
             is_at_owners: false,
-            squares: clips.then(|| vec![0.0; layout.chunks() as usize]),
+            squares: clipped_from.map(|first| (vec![0.0; layout.chunks() as usize], first)),
             bucket: Vec::new(),
             given: Vec::new(),
             own: Vec::new(),
@@ -195,14 +199,15 @@ impl StepSums {
             into.copy_from_slice(sum);
             self.are_finite &= is_finite(sum);
         }
-        if let Some(of_chunks) = &mut self.squares {
-            of_chunks[chunk as usize] = squares(sum);
+        if let Some((of_chunks, first)) = &mut self.squares {
+            let before = first.saturating_sub(self.layout.range(chunk).start).min(sum.len());
+            of_chunks[chunk as usize] = squares(&sum[before..]);
         }
     }
 
     /// Euclidean norm of the sum of all chunks, if the update needs it.
     fn norm(&mut self, group: &mut dyn Group) -> Result<Option<f64>, Stopped> {
-        let Some(squares) = &mut self.squares else { return Ok(None) };
+        let Some((squares, _)) = &mut self.squares else { return Ok(None) };
         if self.is_at_owners {
             let all: Vec<Vec<f64>> = decode_all(group.all_gather(&header::encode(&*squares))?)?;
             for (chunk, receivers) in self.receivers.iter().enumerate() {

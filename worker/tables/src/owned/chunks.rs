@@ -34,7 +34,9 @@ pub type SavedChunk = SavedShard<Vec<f32>>;
 pub struct ChunkLayout {
     /// Number of parameters.
     pub parameters: usize,
-    /// Number of floats of the optimizer's state per parameter.
+    /// The first parameter with state: those before it, which no optimizer changes, have none.
+    pub first: usize,
+    /// Number of floats of the optimizer's state per parameter, from the first on.
     pub slots: usize,
     /// Number of parameters of a chunk; the last one may have fewer.
     pub chunk_len: usize,
@@ -56,16 +58,16 @@ pub struct ChunkUpdate<'a> {
     pub step: u64,
     /// The chunk's parameters, in the flat vector.
     pub range: Range<usize>,
-    /// `[slots, parameters of the chunk]`.
+    /// `[slots, parameters of the chunk]`, without the parameters before the layout's first one.
     pub slots: &'a mut [f32],
-    /// `[parameters of the chunk]`.
-    pub sum: &'a [f32],
+    /// `[parameters of the chunk]`. It has any values afterwards.
+    pub sum: &'a mut [f32],
     /// As [`ChunkSums::norm`].
     pub norm: Option<f64>,
 }
 
 impl Content for ChunkLayout {
-    /// `[slots, parameters of the chunk]`.
+    /// `[slots, parameters of the chunk]`, without the parameters before the first one.
     type Shard = Vec<f32>;
     type Gradients = ChunkSums;
 }
@@ -74,7 +76,13 @@ impl ChunkLayout {
     /// The chunks of so many parameters, with so many slots each.
     pub fn new(parameters: usize, slots: usize) -> Self {
         let chunk_len = parameters.div_ceil(CHUNKS_MAX).max(CHUNK_LEN_MIN);
-        Self { parameters, slots, chunk_len: chunk_len.next_multiple_of(CHUNK_LEN_UNIT) }
+        let chunk_len = chunk_len.next_multiple_of(CHUNK_LEN_UNIT);
+        Self { parameters, first: 0, slots, chunk_len }
+    }
+
+    /// As these, but without state of the parameters before `first`.
+    pub fn from(self, first: usize) -> Self {
+        Self { first, ..self }
     }
 
     /// Number of chunks, at least 1.
@@ -94,15 +102,26 @@ impl ChunkLayout {
         at(range.start)..at(range.end).min(self.chunks())
     }
 
-    /// Number of floats of a chunk's slots.
-    fn floats(&self, chunk: u32) -> usize {
-        self.slots * self.range(chunk).len()
+    /// Those of a chunk's parameters that have state, counted from the first one that has.
+    fn with_state(&self, chunk: u32) -> Range<usize> {
+        let Range { start, end } = self.range(chunk);
+        start.saturating_sub(self.first)..end.saturating_sub(self.first)
     }
 
-    /// Takes the slots of a chunk out of those of all parameters: `[slots, parameters]`.
+    /// Number of parameters with state, at least 1.
+    fn slot_len(&self) -> usize {
+        self.parameters.saturating_sub(self.first).max(1)
+    }
+
+    /// Number of floats of a chunk's slots.
+    fn floats(&self, chunk: u32) -> usize {
+        self.slots * self.with_state(chunk).len()
+    }
+
+    /// Takes the slots of a chunk out of those of all parameters with state: `[slots, parameters]`.
     pub fn cut(&self, chunk: u32, slots: &[f32]) -> SavedChunk {
-        let of_slot = |slot: &[f32]| slot[self.range(chunk)].to_vec();
-        let cut = slots.chunks_exact(self.parameters.max(1)).flat_map(of_slot);
+        let of_slot = |slot: &[f32]| slot[self.with_state(chunk)].to_vec();
+        let cut = slots.chunks_exact(self.slot_len()).flat_map(of_slot);
         SavedShard::new(chunk, cut.collect())
     }
 
@@ -111,8 +130,8 @@ impl ChunkLayout {
     pub fn digest(&self, slots: &[f32]) -> u64 {
         let of_chunk = |chunk: u32| {
             let mut digest = Xxh3::with_seed(u64::from(chunk) | CHUNK);
-            for slot in slots.chunks_exact(self.parameters.max(1)) {
-                digest.update(bytemuck::cast_slice(&slot[self.range(chunk)]));
+            for slot in slots.chunks_exact(self.slot_len()) {
+                digest.update(bytemuck::cast_slice(&slot[self.with_state(chunk)]));
             }
             digest.digest()
         };
@@ -121,9 +140,9 @@ impl ChunkLayout {
 
     /// Puts the slots of a chunk where they belong in those of all parameters.
     pub fn paste(&self, chunk: u32, cut: &[f32], slots: &mut [f32]) {
-        let range = self.range(chunk);
+        let range = self.with_state(chunk);
         let parts = cut.chunks_exact(range.len().max(1));
-        for (slot, part) in slots.chunks_exact_mut(self.parameters.max(1)).zip(parts) {
+        for (slot, part) in slots.chunks_exact_mut(self.slot_len()).zip(parts) {
             slot[range.clone()].copy_from_slice(part);
         }
     }
@@ -259,21 +278,25 @@ impl Chunks {
         self.keep(sums, self.settings.copy_bytes / per_chunk.max(1));
     }
 
-    /// The step after this worker's is committed: gives each chunk that it holds to `apply`, if the
-    /// step is applied. Returns the sums, whose memory can be used again, or `None` if nothing is
-    /// staged of the step, so that this worker holds no chunks of it.
+    /// The step after this worker's is committed: gives the chunks that it holds to `apply`, in
+    /// their order, if the step is applied. Returns the sums, whose memory can be used again, or
+    /// `None` if nothing is staged of the step, so that this worker holds no chunks of it.
     pub fn commit(
         &mut self,
         StepCommit { generation, is_applied, .. }: StepCommit,
-        mut apply: impl FnMut(ChunkUpdate<'_>),
+        apply: impl FnOnce(Vec<ChunkUpdate<'_>>),
     ) -> Option<ChunkSums> {
-        let (gradients, placement) = self.take_staged(generation)?;
+        let (mut gradients, placement) = self.take_staged(generation)?;
         let Committed { step, shards, .. } = self.committed.as_mut().expect("sums are staged");
-        for (&chunk, slots) in shards.iter_mut().filter(|_| is_applied) {
-            let sum = gradients.sums.get(&chunk).expect("the sums of all held chunks are staged");
-            let (step, range, norm) = (*step, self.content.range(chunk), gradients.norm);
-            let slots = Arc::make_mut(slots).as_mut_slice();
-            apply(ChunkUpdate { step, range, slots, sum, norm });
+        if is_applied {
+            let mut sums: BTreeMap<_, _> = gradients.sums.iter_mut().collect();
+            let updates = shards.iter_mut().map(|(chunk, slots)| {
+                let sum = sums.remove(chunk).expect("the sums of all held chunks are staged");
+                let (step, range, norm) = (*step, self.content.range(*chunk), gradients.norm);
+                let slots = Arc::make_mut(slots).as_mut_slice();
+                ChunkUpdate { step, range, slots, sum, norm }
+            });
+            apply(updates.collect());
         }
         self.advance(generation, placement);
         Some(gradients)

@@ -3,7 +3,7 @@
 use super::*;
 use crate::owned::recovery::{OwnedHeader, Recovery};
 
-const LAYOUT: ChunkLayout = ChunkLayout { parameters: 150, slots: 2, chunk_len: 16 };
+const LAYOUT: ChunkLayout = ChunkLayout { parameters: 150, first: 0, slots: 2, chunk_len: 16 };
 
 /// A rank: its chunks, and all parameters.
 #[derive(Clone, Debug)]
@@ -82,8 +82,10 @@ impl Rank {
     fn commit(&mut self, generation: u64) -> bool {
         let commit = StepCommit { generation, divisor: 1.0, is_applied: true };
         let parameters = &mut self.parameters;
-        let apply = |ChunkUpdate { range, slots, sum, .. }: ChunkUpdate<'_>| {
-            apply(sum, &mut parameters[range], slots);
+        let apply = |chunks: Vec<ChunkUpdate<'_>>| {
+            for ChunkUpdate { range, slots, sum, .. } in chunks {
+                apply(sum, &mut parameters[range], slots);
+            }
         };
         self.chunks.commit(commit, apply).is_some()
     }
@@ -165,6 +167,18 @@ fn chunks_cover_the_parameters_and_are_cut_out_of_all_slots_and_pasted_back() {
     }
     assert_eq!(pasted, slots);
     assert!(LAYOUT.decode(9, &[0; 128]).is_err() && LAYOUT.decode(10, &[0; 128]).is_err());
+    // The first 20 parameters, a chunk and a part of one, have no state.
+    let layout = LAYOUT.from(20);
+    let (slots, mut pasted) = (&slots[..260], vec![0.0; 260]);
+    let saved: Vec<_> = (0..10).map(|chunk| layout.cut(chunk, slots)).collect();
+    assert_eq!(saved[0].slots(), [0.0; 0]);
+    let of_second = (0..12).chain(130..142).map(|i| i as f32).collect::<Vec<_>>();
+    assert_eq!(saved[1].slots(), of_second);
+    for saved in saved {
+        let decoded = layout.decode(saved.number(), &saved.clone().encode()).unwrap();
+        layout.paste(saved.number(), decoded.slots(), &mut pasted);
+    }
+    assert_eq!(pasted, slots);
     // Few parameters are few chunks, and many are no more than there may be.
     let layout = |parameters| ChunkLayout::new(parameters, 2);
     assert_eq!([1, 5000, 100 << 20].map(|n| layout(n).chunks()), [1, 2, 1024]);

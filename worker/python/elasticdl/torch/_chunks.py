@@ -1,0 +1,216 @@
+"""The state of an optimizer that is divided over the workers of a job, ``--shard-optimizer``.
+
+The trainer cuts the flat memory of the parameters into chunks, and each worker holds the state of
+some. An update changes these alone; the parameters of the others come from the workers that hold
+their state::
+
+    buffers | frozen parameters | a | b              | c   |  parameters, in the order of the module
+    ........................ chunk 1 ....| chunk 2 ..|....    the pieces of b: of chunks 1, 2 and 3
+
+In an update, the pieces of the held chunks are parameters of a twin of the optimizer. Their
+gradient is the trainer's sum, and their state is in the trainer's memory. What an optimizer knows
+of a parameter beside its elements, such as its number of steps, all workers know: the twin has a
+parameter without elements for each one of the optimizer, which steps as the pieces do.
+"""
+
+import bisect
+import collections
+import copy
+
+import torch
+
+from ._place import at_address
+
+
+class Chunks:
+    """The chunks of this worker, of one optimizer."""
+
+    def __init__(self, optimizer, place, unfreezes):
+        reason = _obstacle(optimizer, place)
+        if reason is not None:
+            raise ValueError(
+                f"--shard-optimizer can't be used for this program: {reason}; or train it without "
+                "--shard-optimizer, so that each worker has all of the optimizer's state"
+            )
+        self._optimizer = optimizer
+        self.twin = copy.copy(optimizer)
+        self.twin.state = collections.defaultdict(dict)
+        self.twin.param_groups = [_without_elements(group) for group in optimizer.param_groups]
+        # Of each parameter its group and the one in its place.
+        self._places = {}
+        for at, (group, twin) in enumerate(zip(optimizer.param_groups, self.twin.param_groups)):
+            for parameter, empty in zip(group["params"], twin["params"]):
+                self._places[parameter] = at, empty
+                if parameter in optimizer.state:
+                    self.twin.state[empty] = _state_at_start()
+        # It is that of Adagrad before its first step.
+        optimizer.state.clear()
+        self._slots = _slots(self.twin, unfreezes)
+
+    @property
+    def slots(self):
+        """Number of floats of state of a parameter's element."""
+        return len(self._slots)
+
+    def bind(self, values, buffer_len, first, parameters):
+        """Uses this flat memory, in which ``parameters`` are from ``first`` on."""
+        self._values, self._buffer_len, self._first = values, buffer_len, first
+        self._parameters, self._starts = parameters, [first]
+        for parameter in parameters:
+            self._starts.append(self._starts[-1] + parameter.numel())
+
+    def step(self, chunks, records, divisor, factor, is_unused):
+        """Updates the parameters and buffers of ``chunks``, as the core gives them.
+
+        ``divisor``: of the sums. ``factor``: of the mean gradient, or None. ``is_unused(index)``:
+        whether a parameter has no gradient, and stays as it is.
+        """
+        pieces = [piece for chunk in chunks for piece in self._cut(chunk, records, divisor, factor)]
+        groups = self.twin.param_groups
+        for group, twin in zip(self._optimizer.param_groups, groups):
+            twin.update((name, value) for name, value in group.items() if name != "params")
+        empties = [list(group["params"]) for group in groups]
+        for at, parameter in enumerate(self._parameters):
+            if parameter in self._places:
+                # As in a plain loop: the optimizer leaves it as it is.
+                self._places[parameter][1].grad = None if is_unused(at) else _NOTHING
+        views = []
+        for parameter, piece, gradient, slots in pieces:
+            at, empty = self._places[parameter]
+            if empty.grad is None:
+                continue
+            piece.grad = gradient
+            groups[at]["params"].append(piece)
+            self.twin.state[piece] = self._state_of(empty, slots, groups[at])
+            views.append((piece, slots))
+        with torch.enable_grad():
+            self.twin.step()
+        # As PyTorch's schedulers ask for.
+        self._optimizer._opt_called = True
+        for group, params in zip(groups, empties):
+            group["params"] = params
+        for piece, slots in views:
+            for name, value in self.twin.state.pop(piece).items():
+                of_slot = None if value is None else self._slots.get(name)
+                if of_slot is not None and value.data_ptr() != slots[of_slot].data_ptr():
+                    slots[of_slot].copy_(value)
+
+    def _cut(self, chunk, records, divisor, factor):
+        """The pieces of a chunk: parameter, elements, gradient and state, `[slots, elements]`."""
+        start, length, slots_address, sum_address = chunk
+        end, first = start + length, max(start, self._first)
+        sums = at_address(sum_address, length)
+        if start < self._buffer_len:
+            of_buffers = slice(start, min(end, self._buffer_len))
+            self._values[of_buffers] += sums[: of_buffers.stop - start] / records
+        if first >= end:
+            return
+        gradient = sums[first - start :]
+        torch.div(gradient, divisor, out=gradient)
+        if factor is not None:
+            gradient.mul_(factor)
+        slots = torch.empty(0, end - first)
+        if self._slots:
+            slots = at_address(slots_address, len(self._slots) * (end - first))
+            slots = slots.view(-1, end - first)
+        index = bisect.bisect_right(self._starts, first) - 1
+        while index < len(self._parameters) and self._starts[index] < end:
+            begin, stop = max(self._starts[index], first), min(self._starts[index + 1], end)
+            parameter = self._parameters[index]
+            if begin < stop and parameter in self._places:
+                of_piece = slice(begin - first, stop - first)
+                elements = self._values[begin:stop]
+                yield parameter, elements, gradient[of_piece], slots[:, of_piece]
+            index += 1
+
+    def _state_of(self, empty, slots, group):
+        """The state of a piece, whose parameter has another one without elements in its place."""
+        state = {}
+        for name, value in self.twin.state.get(empty, {}).items():
+            at = self._slots.get(name)
+            if at is not None and value is not None:
+                value = slots[at]
+                if "initial_accumulator_value" in group and not self.twin.state[empty]["step"]:
+                    value.fill_(group["initial_accumulator_value"])
+            elif torch.is_tensor(value):
+                value = value.clone()
+            state[name] = value
+        return state
+
+
+def _obstacle(optimizer, place):
+    """Why the state of an optimizer can't be divided, and what to do; None if it can."""
+    kind = type(optimizer)
+    if place.on_gpu is not None or place.device.type != "cpu":
+        return "the module is on a GPU, which holds the optimizer's state; train it on CPUs"
+    if kind not in _ELEMENTWISE:
+        known = ", ".join(each.__name__ for each in _ELEMENTWISE)
+        return (
+            f"{kind.__name__} may need whole parameters at once, and the optimizers that are known "
+            f"to change each element by itself are those of torch.optim: {known}; use one of these"
+        )
+    for name in ("fused", "differentiable"):
+        if any(group.get(name) for group in optimizer.param_groups):
+            return (
+                f"with {name}=True, what {kind.__name__} makes of an element depends on where it "
+                f"is; set {name}=False"
+            )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "the optimizer has hooks, which would see a part of its parameters; remove them"
+    if optimizer.state and not _is_at_start(optimizer):
+        return (
+            "the optimizer has a state that load_state_dict() or step() has made, on one worker; "
+            "resume from a checkpoint of a job, or begin with a new optimizer"
+        )
+    return None
+
+
+def _is_at_start(optimizer):
+    """Whether a state is what Adagrad has before its first step: others have none."""
+    first = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    if type(optimizer) is not torch.optim.Adagrad or len(optimizer.state) != len(first):
+        return False
+    states = [(optimizer.state[p], group["initial_accumulator_value"]) for p, group in first]
+    return all(not state["step"] and (state["sum"] == value).all() for state, value in states)
+
+
+def _state_at_start():
+    """That of Adagrad, of a parameter without elements."""
+    return {"step": torch.tensor(0.0), "sum": torch.empty(0)}
+
+
+def _without_elements(group):
+    """A parameter group with parameters without elements in the place of its own."""
+    params = [torch.empty(0, requires_grad=each.requires_grad) for each in group["params"]]
+    return {**group, "params": params}
+
+
+def _slots(twin, unfreezes):
+    """The numbers of the kinds of state that a parameter has of each of its elements."""
+    dry = copy.deepcopy(twin)
+    for parameter in (each for group in dry.param_groups for each in group["params"]):
+        if parameter.requires_grad or unfreezes:
+            parameter.grad = torch.zeros_like(parameter)
+    dry.step()
+    states = [state.items() for state in dry.state.values()]
+    values = [pair for items in states for pair in items]
+    names = [name for name, value in values if torch.is_tensor(value) and not value.numel()]
+    return {name: at for at, name in enumerate(dict.fromkeys(names))}
+
+
+# Their `step()` is a function of each element, its gradient and its state, and of numbers that are
+# the same for all elements of a parameter. A subclass may be anything.
+_ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+_NOTHING = torch.empty(0)

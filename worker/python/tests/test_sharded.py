@@ -1,0 +1,176 @@
+"""Tests of ``--shard-optimizer``."""
+
+import importlib.util
+import pathlib
+import signal
+import tempfile
+import unittest
+
+if importlib.util.find_spec("torch") is None:
+    raise unittest.SkipTest("PyTorch is not installed; .ci/python installs it and runs these tests")
+
+import torch
+from torch import optim
+
+from elasticdl.torch._chunks import Chunks
+from elasticdl.torch._place import OnHost
+from elasticdl.torch._state import State
+from jobs import HERE, RunningJob, needs_elasticdl
+
+OPTIMIZERS = [
+    (optim.SGD, {"lr": 0.1}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "maximize": True}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    (optim.Adam, {"foreach": True}),
+    (optim.AdamW, {"lr": torch.tensor(0.1), "amsgrad": True}),
+    (optim.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    (optim.RAdam, {"weight_decay": 0.1}),
+    (optim.Adamax, {}),
+    (optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    (optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+    (optim.Adadelta, {"weight_decay": 0.1}),
+    (optim.ASGD, {"t0": 2, "lambd": 0.1}),
+    (optim.Rprop, {}),
+]
+SHAPES, BUFFERS, FIRST, CHUNK = [(70, 30), (30,), (), (40, 30), (3,)], 5, 37, 496
+
+
+class Optimizers(unittest.TestCase):
+    """The chunks of one worker, or of several."""
+
+    def test_the_chunks_of_two_workers_have_the_bits_of_a_whole_optimizer(self):
+        for kind, settings in OPTIMIZERS:
+            with self.subTest(kind=kind.__name__, settings=settings):
+                self.check(kind, settings)
+
+    def check(self, kind, settings):
+        make = lambda own: kind([{"params": own[:3]}, {"params": own[3:], "lr": 0.05}], **settings)
+        own = [torch.randn(shape, requires_grad=True) for shape in SHAPES]
+        workers = [Half(make, [p.detach().clone() for p in own], at) for at in range(2)]
+        whole = make(own)
+        for step in range(5):
+            flat = torch.randn(workers[0].end)
+            unused = {0: 4, 3: 2}.get(step)
+            gradients = flat[FIRST:].split([p.numel() for p in own])
+            for at, (parameter, gradient) in enumerate(zip(own, gradients)):
+                parameter.grad = None if at == unused else (gradient / 7).view(parameter.shape)
+            for group in whole.param_groups:
+                group["lr"] = group["lr"] * 0.9
+            whole.step()
+            # The second one takes the place of another worker.
+            workers[1] = workers[1].replaced() if step == 2 else workers[1]
+            for worker in workers:
+                worker.step(flat, unused)
+            expected = torch.cat([p.detach().flatten() for p in own])
+            found = workers[0].values.clone()
+            for chunk in workers[1].slots:
+                found[chunk : chunk + CHUNK] = workers[1].values[chunk : chunk + CHUNK]
+            self.assertTrue(torch.equal(found[FIRST:], expected), step)
+            self.assertTrue(torch.equal(found[:BUFFERS], workers[0].buffers))
+
+    def test_what_may_not_be_element_wise_is_refused_with_the_reason(self):
+        def refusal(kind, **settings):
+            net = torch.nn.Linear(3, 3)
+            with self.assertRaises(ValueError) as refused:
+                Chunks(kind(net.parameters(), **settings), OnHost(), False)
+            self.assertIn("--shard-optimizer can't be used", str(refused.exception))
+            return str(refused.exception)
+
+        class Mine(optim.SGD):
+            pass
+
+        for kind in optim.LBFGS, optim.Adafactor, optim.SparseAdam, Mine:
+            self.assertIn(f"{kind.__name__} may need whole parameters", refusal(kind))
+        self.assertIn("set fused=False", refusal(optim.AdamW, fused=True))
+        self.assertIn("set differentiable=False", refusal(optim.Adam, differentiable=True))
+        parameter = torch.ones(3, requires_grad=True)
+        parameter.grad = torch.ones(3)
+        for kind in optim.Adam, optim.Adagrad:
+            opt = kind([parameter])
+            opt.step()
+            with self.assertRaisesRegex(ValueError, "load_state_dict"):
+                Chunks(opt, OnHost(), False)
+        opt = optim.Adam([parameter])
+        opt.register_step_post_hook(print)
+        with self.assertRaisesRegex(ValueError, "hooks"):
+            Chunks(opt, OnHost(), False)
+
+
+class Half:
+    """A worker that holds every second chunk."""
+
+    def __init__(self, make, parameters, at):
+        self.make, self.parameters, self.at = make, parameters, at
+        self.optimizer = optimizer = make([p.requires_grad_() for p in parameters])
+        self.chunks = Chunks(optimizer, OnHost(), False)
+        sizes = [p.numel() for p in parameters]
+        self.end = FIRST + sum(sizes)
+        self.values = torch.zeros(self.end)
+        self.values[FIRST:] = torch.cat([p.detach().flatten() for p in parameters])
+        self.buffers = torch.zeros(BUFFERS)
+        self.chunks.bind(self.values, BUFFERS, FIRST, parameters)
+        self.state = State(self.chunks.twin, {}, OnHost(), False, optimizer.param_groups)
+        self.memory = torch.zeros(self.state.floats)
+        self.state.bind(self.memory)
+        self.slots = {}
+        for start in list(range(0, self.end, CHUNK))[at::2]:
+            with_state = min(start + CHUNK, self.end) - max(start, FIRST)
+            self.slots[start] = torch.zeros(max(1, self.chunks.slots * with_state))
+
+    def step(self, flat, unused):
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * 0.9
+        sums = {start: flat[start : start + CHUNK].clone() for start in self.slots}
+        chunks = [
+            (start, len(sums[start]), slots.data_ptr(), sums[start].data_ptr())
+            for start, slots in self.slots.items()
+        ]
+        with torch.no_grad():
+            self.chunks.step(chunks, 7, 7, None, lambda at: at == unused)
+            self.buffers += flat[:BUFFERS] / 7
+        self.state.save()
+
+    def replaced(self):
+        """A worker with what this one has in memory."""
+        other = Half(self.make, [torch.zeros_like(p) for p in self.parameters], self.at)
+        other.values.copy_(self.values)
+        other.buffers, other.slots = self.buffers, self.slots
+        other.memory.copy_(self.memory)
+        other.state.load()
+        return other
+
+
+@needs_elasticdl
+class Jobs(unittest.TestCase):
+    """Whole jobs of real processes."""
+
+    def run_job(self, folder, act, *, workers, seconds, options, code=0):
+        path = pathlib.Path(folder) / "ends"
+        path.write_text("")
+        program = [HERE / "sharded.py", seconds, path]
+        options = ["--deterministic", "--micro-batch", "8", *options]
+        with RunningJob(program, workers=workers, batch=40, epochs=3, options=options) as job:
+            act(job)
+            self.assertEqual(job.wait(), code, job.text())
+        return set(path.read_text().splitlines())
+
+    def test_workers_that_are_killed_and_a_resumed_job_have_the_bits_of_one_worker(self):
+        def survive(job):
+            job.wait_for("a checkpoint", lambda status: status["step"] >= 5)
+            self.assertGreater(job.survive_some(7, 2), 0)
+            job.process.send_signal(signal.SIGTERM)
+
+        with tempfile.TemporaryDirectory() as folder:
+            nothing = lambda job: None
+            expected = self.run_job(folder, nothing, workers=1, seconds=0, options=[])
+            self.assertEqual(len(expected), 1)
+            saved = ["--checkpoint-dir", f"{folder}/saved", "--checkpoint-every", "3"]
+            sharded = ["--shard-optimizer", "--min-workers", "2", *saved]
+            self.run_job(folder, survive, workers=3, seconds=0.1, options=sharded, code=143)
+            resumed = ["--shard-optimizer", "--resume-from", f"{folder}/saved"]
+            found = self.run_job(folder, nothing, workers=2, seconds=0, options=resumed)
+            self.assertEqual(found, expected)
+
+
+if __name__ == "__main__":
+    unittest.main()
