@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import types
 import unittest
 
 if importlib.util.find_spec("torch") is None:
@@ -15,6 +16,7 @@ if importlib.util.find_spec("torch") is None:
 
 import torch
 
+from elasticdl.torch import _devices
 from jobs import HERE
 
 
@@ -100,6 +102,17 @@ class Backend(unittest.TestCase):
             self.assertEqual([code for code, *_ in ended], codes, ended)
             for _, output, _ in ended[::2]:
                 self.assertTrue(output.startswith("lost: "), output)
+
+    def test_the_tensors_of_one_operation_are_on_one_device(self):
+        def on(*names):
+            devices = map(torch.device, names)
+            return [types.SimpleNamespace(layout=torch.strided, device=each) for each in devices]
+
+        self.assertIsNone(_devices.gpu_of(on("cpu", "cpu")))
+        self.assertEqual(_devices.gpu_of(on("cuda:1", "cuda:1")), torch.device("cuda", 1))
+        for names in ("cpu", "cuda:1"), ("cuda:0", "cuda:1"):
+            with self.assertRaisesRegex(ValueError, f"several devices: {', '.join(names)}"):
+                _devices.gpu_of(on(*names))
 
     def test_ddp_trains_as_with_gloo(self):
         for size in 1, 2, 3:
