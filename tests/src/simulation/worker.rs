@@ -376,9 +376,8 @@ impl Watched<'_> {
         let is_new = known.is_some() && known != before.known;
         turned.is_installed = is_new && !is_whole && updated.is_none();
         before.known = known;
-        let is_gathered = setting.chunks.is_some() && turned.repaired.is_some();
         let flips = flips.take().filter(|_| state.is_some());
-        if updated.is_some() || is_other || is_evaluated || is_gathered || flips.is_some() {
+        if updated.is_some() || is_other || is_evaluated || is_repaired || flips.is_some() {
             before.state = state.cloned();
             turned.changed =
                 Some(Changed { state: state.cloned(), parameters: Vec::new(), digest: 0 });
