@@ -154,6 +154,13 @@ impl World {
         self.processes[p].lost_contact = true;
     }
 
+    /// Whether `p` has a stream to the former master.
+    pub(super) fn follows_former_master(&self, p: usize) -> bool {
+        let former = self.former_master.as_ref();
+        let stream = self.processes[p].stream;
+        stream.is_some_and(|link| former.is_some_and(|former| former.streams.contains(&link)))
+    }
+
     // ---- checks ----
 
     /// Checks that no other membership has this generation.

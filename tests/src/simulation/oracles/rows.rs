@@ -215,10 +215,18 @@ impl World {
             let holders = (0..self.processes.len()).filter(held);
             holders.into_iter().any(|q| is_member || self.is_in_reserve(q))
         };
-        let mut whole = self.oracle.rows.whole.iter().rev();
+        let rows = &self.oracle.rows;
+        let mut whole = rows.whole.iter().rev();
         let Some((_, (holders, copies))) = whole.find(|((_, at), _)| *at <= step) else { return };
         let lost = holders.iter().filter(|worker| !is_here(worker)).count();
-        if lost < *copies {
+        // A shard may have been made whole, by members that came later, before the others were.
+        let newest = rows.placements.iter().rev().find(|((_, at), _)| *at <= step);
+        let is_lost = |placement: &Placement, shard| {
+            let holders = placement.holders(shard);
+            holders.len() >= *copies && !holders.iter().any(is_here)
+        };
+        let explains = |p: &Placement| (0..p.shards()).any(|shard| is_lost(p, shard));
+        if lost < *copies && !newest.is_some_and(|(_, placement)| explains(placement)) {
             let name = self.name(p);
             self.violate(format!("{name}: rows are lost with {lost} workers, of {copies} copies"));
         }

@@ -230,12 +230,14 @@ impl World {
         members.into_iter().any(|(id, _)| self.was_member(*id, generation))
     }
 
-    /// A worker that the master does not know to be gone, and whose state contains `step`.
+    /// A worker that the master does not know to be gone, and whose state contains `step`. One that
+    /// has found the former master is unknown to its successor.
     fn carrier(&self, lineage: u64, step: u64) -> Option<WorkerId> {
         let carries = |p: usize| {
             let trainer = &self.processes[p].trainer;
             self.processes[p].is_alive()
                 && !self.processes[p].is_kill_requested
+                && !self.follows_former_master(p)
                 && trainer.lineage == lineage
                 && trainer.state().is_some_and(|state| state.step >= step)
         };
