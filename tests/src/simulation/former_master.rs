@@ -154,11 +154,11 @@ impl World {
         self.processes[p].lost_contact = true;
     }
 
-    /// Whether `p` has a stream to the former master.
-    pub(super) fn follows_former_master(&self, p: usize) -> bool {
-        let former = self.former_master.as_ref();
-        let stream = self.processes[p].stream;
-        stream.is_some_and(|link| former.is_some_and(|former| former.streams.contains(&link)))
+    /// Whether the leader has a worker, or waits for it.
+    pub(super) fn is_known_to_leader(&self, worker: WorkerId) -> bool {
+        let status = self.master.job.status(self.time());
+        let mut awaited = status.workers_disconnected.iter().map(|it| it.worker);
+        awaited.any(|id| id == worker) || status.workers.iter().any(|it| it.worker == worker)
     }
 
     // ---- checks ----

@@ -129,6 +129,9 @@ impl World {
         let is_older = stable.is_some_and(|(step, _)| base.0 < step) || !same;
         let carrier = stable.and_then(|(step, _)| self.carrier(lineage, step));
         // One of several spares goes on if all members are lost, and others may be further.
+        // Another master gives up workers that have found only the former one.
+        let is_split = self.oracle.coverage.masters_replaced > 0;
+        let carrier = carrier.filter(|&worker| !is_split || self.is_known_to_leader(worker));
         let carrier = carrier.filter(|&worker| {
             let has_spares = self.setting.spec.spares > 0;
             !has_spares || self.was_member(worker, generation) || self.has_member(generation)
@@ -230,14 +233,12 @@ impl World {
         members.into_iter().any(|(id, _)| self.was_member(*id, generation))
     }
 
-    /// A worker that the master does not know to be gone, and whose state contains `step`. One that
-    /// has found the former master is unknown to its successor.
+    /// A worker that the master does not know to be gone, and whose state contains `step`.
     fn carrier(&self, lineage: u64, step: u64) -> Option<WorkerId> {
         let carries = |p: usize| {
             let trainer = &self.processes[p].trainer;
             self.processes[p].is_alive()
                 && !self.processes[p].is_kill_requested
-                && !self.follows_former_master(p)
                 && trainer.lineage == lineage
                 && trainer.state().is_some_and(|state| state.step >= step)
         };
