@@ -236,7 +236,8 @@ impl World {
         let goes = lost_contact && (!is_member || has_stalled || !self.is_unharmed(newest));
         // Where no worker waits, the master can't tell which member hangs.
         let hangs = self.processes.iter().any(|q| q.is_alive() && q.trainer.is_hung);
-        if !is_degraded && !goes && !hangs {
+        // The end of its process may not have been noticed.
+        if !is_degraded && !goes && !hangs && self.processes[p].is_alive() {
             self.violate(format!("worker {worker} is evicted without a reason"));
         }
     }
