@@ -22,8 +22,9 @@
 //!   begins a new *lineage*; the rules hold within each lineage. So does a group that resumes from
 //!   an older state, which a joiner had fetched, because all ranks that had the newer one are gone.
 //! * A rank that the master has evicted, and that is not notified yet, may complete the current
-//!   step in its old group, since its peers have sent their parts before they left. It is no member
-//!   of the newer group: a member of a newer group commits in no older one.
+//!   step in its old group, since its peers have sent their parts before they left, and further
+//!   ones if it has no peers. It is no member of the newer group: a member of a newer group commits
+//!   in no older one.
 //!
 //! **Order.** The records of a step are a function of its number: `G` consecutive positions of an
 //! epoch's order, or what is left of the epoch. Where each worker contributes a fixed number, they

@@ -213,11 +213,11 @@ impl World {
 
     fn check_time(&self) -> Result<(), String> {
         let healed = self.fault_plan.healed_since;
-        if healed.is_some_and(|since| self.clock.now() > since + RECOVERY_MAX_US) {
-            return Err(format!(
-                "the job has not ended {} s after the last fault",
-                RECOVERY_MAX_US / 1_000_000
-            ));
+        let has_hung = self.oracle.coverage.hung > 0;
+        let tries = if has_hung { u64::from(self.setting.spec.num_workers) + 1 } else { 0 };
+        let most = RECOVERY_MAX_US + tries * HANG_MAX_US;
+        if healed.is_some_and(|since| self.clock.now() > since + most) {
+            return Err(format!("the job has not ended {} s after the last fault", most / 1_000_000));
         }
         if self.events > EVENTS_MAX {
             return Err(format!("the job has not ended after {EVENTS_MAX} events"));
@@ -234,9 +234,12 @@ impl World {
     }
 }
 
-/// A job of a few steps is over long before. What takes longest is a hang that a master takes over:
-/// if no member is known to wait, it evicts one of them after 80 s.
-const RECOVERY_MAX_US: Micros = 120_000_000;
+/// A job of a few steps is over long before.
+const RECOVERY_MAX_US: Micros = 40_000_000;
+
+/// If no member is known to wait for another, as when a master takes over a hang, it evicts one
+/// after this time, which may be another one than that which hangs.
+const HANG_MAX_US: Micros = 80_000_000;
 
 const MEAN_LATENCY_US: Micros = 100;
 

@@ -155,7 +155,7 @@ impl Job {
         let holders: Vec<WorkerId> = self.workers.select(Worker::is_holder);
         let is_failing = self.lifecycle.failing.is_some();
         if is_failing && !holders.is_empty() {
-            return;
+            return self.delay_replacement(now);
         }
         let step = self.data.step();
         let is_stored =
@@ -173,6 +173,14 @@ impl Job {
         self.out.set_timer(now + GIVE_UP_WAIT, Timer::GiveUp);
         // A group that forms meanwhile ends as well.
         holders.into_iter().for_each(|id| self.send(id, MasterMessage::GiveUp));
+        self.delay_replacement(now);
+    }
+
+    /// Delays the replacement of a worker that has failed too often, of which a group may need one
+    /// to store its state.
+    fn delay_replacement(&mut self, now: Time) {
+        let start = self.lifecycle.restarts.back_off(now);
+        self.out.set_timer(start, Timer::Relaunch);
     }
 
     /// The time in which a job that fails stores its state has passed.

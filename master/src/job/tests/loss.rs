@@ -4,7 +4,9 @@ use elasticdl_proto::WorkerOptions;
 use elasticdl_proto::{RecordRange, WorkerId};
 
 use super::super::*;
-use super::directed::{actions, at, committed, connect, deliver, finished, formed, started};
+use super::directed::{
+    actions, at, committed, connect, deliver, finished, formed, launch_at, started,
+};
 use crate::job::testing::spec;
 
 /// A job with a single worker, which is also its minimum. Its first checkpoint is due before any
@@ -295,6 +297,16 @@ fn a_job_gives_up_when_the_workers_that_remain_have_stored_its_newest_state() {
     deliver(&mut job, 2, of_bad_record(true));
     assert!(ends(&mut job).is_some());
     assert_eq!(job.summary(at(0)).export.as_deref(), Some("/m.failed"));
+    // Replacements that fail as well do not follow each other at once, except the first.
+    let mut job = given_up(true, None);
+    let mut end = |launch, ms| {
+        job.handle(at(ms), Event::ProcessEnded { launch: LaunchId(launch), exit: Exit::Code(1) });
+        let at_once = actions(&mut job).contains(&launch_at(launch.max(2) + 1, 0));
+        job.handle_timeout(at(ms + 2500));
+        (at_once, actions(&mut job).contains(&launch_at(launch.max(2) + 1, 0)))
+    };
+    assert_eq!(end(1, 3000), (true, false));
+    assert_eq!([3, 4, 5].map(|launch| end(launch, launch * 3000)), [(false, true); 3]);
     // Nor does it wait for ever.
     let mut job = given_up(true, None);
     job.handle_timeout(at(3_700_000));

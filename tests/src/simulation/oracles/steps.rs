@@ -55,7 +55,7 @@ impl World {
         let own = oracle.histories.get(&generation.0);
         let wrong = if let Some((newer, true)) = zombie {
             Some(format!("commits in generation {generation}, and is a member of {newer}"))
-        } else if stable(step - 1).is_some_and(|digest| digest != before) {
+        } else if zombie.is_none() && stable(step - 1).is_some_and(|digest| digest != before) {
             Some(format!(
                 "commits step {step} on top of another step {} than other ranks",
                 step - 1
