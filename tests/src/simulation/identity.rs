@@ -66,6 +66,7 @@ impl World {
         let Process { paused, is_degraded, lost_contact, is_adopted, is_unknown, .. } = process;
         all.add(&(paused, is_degraded, lost_contact, is_adopted, is_unknown, process.broke_in));
         all.add(&(process.worker, process.control, process.woken, &process.control_state));
+        all.add(&process.returned_late);
         all.add(&(&process.outbox, &process.endpoint, process.deferred.len()));
         all.add(&process.stream.map(|link| self.link_name(link)));
         let trainer = &process.trainer;

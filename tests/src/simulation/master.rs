@@ -319,6 +319,9 @@ impl World {
 
     fn admit(&mut self, link: LinkId, worker: WorkerId) {
         if let Some(p) = self.net.link(link).peer(MASTER).checked_sub(1) {
+            let newest = self.oracle.newest.as_ref();
+            let is_without = newest.is_some_and(|group| group.rank_of(worker).is_none());
+            self.processes[p].returned_late = is_without;
             // A master with a stale snapshot takes the worker back; the worker has done no harm.
             if self.master.is_replaced {
                 self.follow_former_master(p, worker);

@@ -170,9 +170,10 @@ impl World {
                     && is_intact
             })
         };
-        // What the master knows of waiting ranks is at least one heartbeat old.
-        let grace =
-            self.setting.spec.options.worker_timeout.unwrap_or_default().as_micros() as Micros / 4;
+        // What the master knows of waiting ranks is at least one heartbeat old, and older if it was
+        // paused.
+        let grace = self.setting.spec.options.worker_timeout.unwrap_or_default();
+        let grace = grace.as_micros() as Micros;
         let has_formed = group.is_some_and(|m| {
             let history = self.oracle.histories.get(&m.generation.0);
             history.is_some_and(|history| history.formed_at + grace <= self.clock.now())

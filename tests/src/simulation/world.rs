@@ -216,7 +216,10 @@ impl World {
         let has_hung = self.oracle.coverage.hung > 0;
         let most = RECOVERY_MAX_US + if has_hung { HANG_MAX_US } else { 0 };
         if healed.is_some_and(|since| self.clock.now() > since + most) {
-            return Err(format!("the job has not ended {} s after the last fault", most / 1_000_000));
+            return Err(format!(
+                "the job has not ended {} s after the last fault",
+                most / 1_000_000
+            ));
         }
         if self.events > EVENTS_MAX {
             return Err(format!("the job has not ended after {EVENTS_MAX} events"));

@@ -210,7 +210,9 @@ impl World {
             let held = |&q: &usize| {
                 let process = &self.processes[q];
                 let is_here = process.worker.is_some_and(|id| is_it(id.0)) && process.is_alive();
-                is_here && process.trainer.has_rows
+                // Rows of one that was outside the group meanwhile are too old.
+                let is_near = process.trainer.state().is_some_and(|state| state.step + 1 >= step);
+                is_here && process.trainer.has_rows && is_near
             };
             let holders = (0..self.processes.len()).filter(held);
             holders.into_iter().any(|q| is_member || self.is_in_reserve(q))

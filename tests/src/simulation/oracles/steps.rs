@@ -1,14 +1,17 @@
 //! Checks of commits and states: the rules of steps in [`super`].
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use elasticdl::session::State;
 use elasticdl::session::evaluation::{Evaluation, Plan};
 use elasticdl::session::header::StepHeader;
 use elasticdl_proto::{Batch, Generation, RangeSet, WorkerId};
 
+use crate::simulation::clock::Micros;
 use crate::simulation::model::{count, right_digest};
 use crate::simulation::state::oracle::GenerationHistory;
+use crate::simulation::state::process::Process;
 use crate::simulation::state::setting::Setting;
 use crate::simulation::trace::trace;
 use crate::simulation::world::World;
@@ -246,6 +249,21 @@ impl World {
         known.into_iter().find(|&(_, &p)| carries(p)).map(|(id, _)| *id)
     }
 
+    /// Whether the master knows that a worker outside the newest group has a state. The lowest rank
+    /// tells that its group has formed, or else a heartbeat; and it is too late to tell it when
+    /// another group was published.
+    fn is_known_to_hold_state(&self, p: usize) -> bool {
+        let Process { trainer, returned_late, .. } = &self.processes[p];
+        let timeout = self.setting.spec.options.worker_timeout;
+        let group = trainer.committed_in.and_then(|of| self.oracle.histories.get(&of.0));
+        let is_old = |timeout: Duration| {
+            let told_at =
+                group.map_or(0, |group| group.formed_at) + timeout.as_micros() as Micros / 2;
+            told_at <= self.clock.now()
+        };
+        !returned_late && timeout.is_some_and(is_old)
+    }
+
     /// Checks that `p` may create the initial state for its group: no other member has a state, nor
     /// a worker that leaves and was not released, unless the group gives up what it has.
     pub(in crate::simulation) fn check_initial(&mut self, p: usize) {
@@ -263,13 +281,13 @@ impl World {
             .map(|(id, _)| self.oracle.processes[id]);
         let holds = |q: usize| {
             let process = &self.processes[q];
-            q != p && process.is_alive() && process.trainer.state().is_some()
+            // The initial state is the same wherever it is created.
+            let has_more = process.trainer.state().is_some_and(|state| state.step > 0);
+            q != p && process.is_alive() && has_more
         };
         let leaves = |q: &usize| membership.is_some() && self.is_in_reserve(*q);
         let leavers = (0..self.processes.len()).filter(leaves);
-        // Without heartbeats, only the reports of steps tell that a newcomer has the state.
-        let is_told = self.setting.spec.options.worker_timeout.is_some();
-        let leavers = leavers.filter(|_| is_told);
+        let leavers = leavers.filter(|&q| self.is_known_to_hold_state(q));
         let holder = members.chain(leavers).find(|&q| holds(q));
         if let Some(q) = holder {
             self.violate(format!(

@@ -34,6 +34,8 @@ pub(crate) struct Process {
     pub(crate) is_degraded: bool,
     /// Whether a fault has hit the master or the connection to it.
     pub(crate) lost_contact: bool,
+    /// Whether the newest group was published without it when a master last admitted it.
+    pub(crate) returned_late: bool,
     /// The newest generation at the time when its links last broke.
     pub(crate) broke_in: Generation,
     /// Whether an earlier master than the current one has started it.
@@ -85,6 +87,7 @@ impl Process {
             deferred: Vec::new(),
             is_degraded: false,
             lost_contact: false,
+            returned_late: false,
             broke_in: Generation::default(),
             is_adopted: false,
             is_unknown: false,
