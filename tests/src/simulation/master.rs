@@ -364,7 +364,7 @@ impl World {
                 .into_iter()
                 .find(|host| !avoid.contains(&host.to_string()));
             self.processes.push(Process::new(launch, index + i));
-            self.processes[p].host = host.unwrap_or_default();
+            self.processes[p].host = host.unwrap_or(pod % HOSTS);
             if self.setting.bad_host.is_some() {
                 self.command(JobEvent::LaunchLocated { launch, location: self.location(p) });
             }

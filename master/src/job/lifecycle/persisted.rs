@@ -262,7 +262,12 @@ impl PersistedJob {
     /// or that a launch up to `noted` has.
     pub fn note_outdated(&mut self, noted: LaunchId) {
         self.launches.iter_mut().for_each(|l| l.found = true);
+        // The master before could not write which ids it reserved next.
+        let has_unwritten = noted.0 > self.launches_reserved;
         self.raise_ids(noted);
+        if has_unwritten {
+            self.generation = Generation(self.generation.0 + ID_BLOCK);
+        }
     }
 
     fn raise_ids(&mut self, noted: LaunchId) {

@@ -94,6 +94,20 @@ fn the_file_list_is_persisted_separately_and_only_the_same_list_is_accepted() {
 }
 
 /// Within one version of the format.
+/// The master before had reserved further launches, and generations, and could not write that.
+#[test]
+fn no_generation_is_used_again_if_a_launch_shows_that_writes_have_failed() {
+    let record = half_way().to_persisted();
+    let next_after = |noted| {
+        let mut record = record.clone();
+        record.note_outdated(LaunchId(noted));
+        record.generation.0
+    };
+    let (launches, generations) = (record.launches_reserved, record.generations_reserved.0);
+    assert_eq!(next_after(launches), generations);
+    assert_eq!(next_after(launches + 1), generations + 16);
+}
+
 #[test]
 fn persisted_jobs_with_unknown_fields_are_read() {
     let mut job = started(JobSpec { num_workers: 2, ..spec() }, &[8, 4]);
