@@ -24,6 +24,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use elasticdl_proto::Location;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
@@ -114,6 +115,11 @@ impl Processes {
         let (launcher, flags) = (Arc::clone(&self.launcher), Arc::clone(&self.flags));
         let notices = self.notices.0.clone();
         let place = self.places.as_mut().map(|places| places.take(launch, avoid, Instant::now()));
+        if let Some((hosts, place)) = self.launcher.hosts.as_ref().zip(place) {
+            let node = hosts.hosts[place.host].name.clone();
+            let location = Location { node, ..Location::default() };
+            self.ready.push_back((launch, BackendEvent::Located(location)));
+        }
         self.tasks.spawn(async move {
             // Yields to queued messages to workers first, because a fork takes milliseconds.
             tokio::task::yield_now().await;

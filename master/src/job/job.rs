@@ -96,7 +96,7 @@ impl Job {
             }
             Event::Disconnected { worker } => self.on_disconnected(now, worker),
             Event::LaunchExplained { launch, explanation } => {
-                let name = self.workers.name(launch, true);
+                let name = self.workers.name(launch);
                 self.log_event(format!("{name} was {}", clip(&explanation)));
                 if let Some(launch) = self.workers.get_launch_mut(launch) {
                     launch.set_explanation(clip(&explanation));
@@ -113,7 +113,7 @@ impl Job {
                 self.workers.pod_mut(launch).for_each(|l| l.set_class(class.as_deref()));
             }
             Event::LaunchNoted { launch, note } => {
-                let name = self.workers.name(launch, true);
+                let name = self.workers.name(launch);
                 self.log_event(format!("{name} was {}", clip(&note)));
             }
             Event::LaunchPrinted { launch, lines } => {

@@ -7,6 +7,7 @@ use std::net::TcpListener;
 use std::process::{Child, Command as Process, Stdio};
 use std::time::Duration;
 
+use elasticdl_master::local::hosts::HostLaunch;
 use elasticdl_tests::{Command, JobFixture, Network, Running, assert_end, send};
 use rustix::process::Signal;
 
@@ -158,6 +159,39 @@ fn workers_end_with_their_connection_and_no_argument_tells_the_token() {
     ended.assert_exact("all connections were lost");
     let lost = "the connection to 127.0.0.1 failed or ended";
     assert!(ended.output.contains(lost) && !ended.output.contains("(failure "), "{}", ended.output);
+}
+
+#[test]
+fn events_name_the_host_of_a_worker_and_a_host_says_what_it_lacks() {
+    let fixture = JobFixture::new(PROGRAMS, 2);
+    let job = on_hosts(&fixture, "first\nsecond", "env HOST={host}").option("listen", "127.0.0.1");
+    let ended = job.run();
+    for host in ["first", "second"] {
+        assert!(ended.output.contains(&format!(" on {host} is up")), "{}", ended.output);
+    }
+    let [folder, temporary] = ["", "none"].map(|name| fixture.path(name).into_os_string());
+    for (folder, temporary, lacks) in [
+        ("/none/such".into(), &folder, "no folder /none/such"),
+        (folder.clone(), &temporary, "/none/elasticdl-host-"),
+    ] {
+        let launch = HostLaunch {
+            program: "/bin/true".into(),
+            args: Vec::new(),
+            env: Vec::new(),
+            folder,
+            files: vec![("TOKEN".into(), vec![1])],
+            slot: (0, 1),
+        };
+        let mut process = Process::new(PROGRAMS.elasticdl);
+        process.arg("host-process").env("TMPDIR", temporary);
+        process.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut process = process.spawn().unwrap();
+        let input = process.stdin.take().unwrap();
+        serde_json::to_writer(input, &launch).unwrap();
+        let output = process.wait_with_output().unwrap();
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && error.contains(lacks), "{error}");
+    }
 }
 
 #[test]

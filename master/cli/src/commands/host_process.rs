@@ -8,6 +8,7 @@ use std::fs;
 use std::io::{self, Read as _, stdin, stdout};
 use std::os::fd::AsFd;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 
 use elasticdl_master::local::hosts::HostLaunch;
@@ -30,7 +31,26 @@ pub(super) fn run() -> Result<u8, Failure> {
             "the master of a job starts this command, of its own build: {error}"
         ))
     })?;
-    let files = Scratch::create(&std::env::temp_dir(), SCRATCH)?;
+    let folder = Path::new(&launch.folder);
+    if !folder.is_dir() {
+        return Err(Failure::failed(format!(
+            "this host has no folder {}, the working directory of the job: a host needs the \
+             program, its files and the data at the same paths",
+            folder.display()
+        )));
+    }
+    let temporary = std::env::temp_dir();
+    let files = Scratch::create(&temporary, SCRATCH).and_then(|files| {
+        for (variable, contents) in &launch.files {
+            let path = files.path.join(variable);
+            fs::write(&path, contents).map_err(cannot(&format!("write {}", path.display())))?;
+        }
+        Ok(files)
+    });
+    let files = files.map_err(|failure| {
+        let text = format!("{}; on this host, TMPDIR may name another folder", failure.text);
+        Failure { text, ..failure }
+    })?;
     let program = launch.program.display().to_string();
     let mut worker = start(launch, &files).map_err(cannot(&format!("start {program}")))?;
     let ended = wait(&mut worker);
@@ -45,10 +65,8 @@ pub(super) fn run() -> Result<u8, Failure> {
 fn start(launch: HostLaunch, scratch: &Scratch) -> io::Result<Child> {
     let HostLaunch { program, args, env, folder, files, slot: (slot, slots) } = launch;
     let mut command = Command::new(&program);
-    for (variable, contents) in files {
-        let path = scratch.path.join(&variable);
-        fs::write(&path, contents)?;
-        command.env(variable, path);
+    for (variable, _) in files {
+        command.env(&variable, scratch.path.join(&variable));
     }
     command.arg0(&program).args(args).envs(env).current_dir(folder).stdin(Stdio::null());
     command.envs(env_of_slot(slot, share_of_cores(slots))).spawn()

@@ -50,7 +50,8 @@ impl Job {
         // In a container every process has id 1, which identifies nothing.
         let process = if pid == 1 { String::new() } else { format!(" (process {pid})") };
         let role = if self.serves_tables(worker) { ", a table server," } else { "" };
-        self.log_event(format!("worker {worker}{role} is up{process}"));
+        let name = self.workers.name_of(worker);
+        self.log_event(format!("{name}{role} is up{process}"));
         if self.lifecycle.is_stopping() {
             return self.release(now, worker, "the job is stopping");
         }

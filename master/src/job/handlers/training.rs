@@ -190,11 +190,12 @@ impl Job {
             return self.end(now, Outcome::Failed, Some(error));
         }
         let place = self.place_of(launch_of(worker));
+        let name = self.workers.name_of(worker);
         self.avoid_node_of(now, worker);
         self.count_exit(worker);
         // A failed worker ends by itself.
         self.forget_with_pod(now, worker, FAILED_GRACE);
-        self.count_failure(now, place, &format!("worker {worker} failed: {error}"), ranges);
+        self.count_failure(now, place, &format!("{name} failed: {error}"), ranges);
         self.reconcile(now);
     }
 

@@ -26,7 +26,7 @@ impl Job {
         let pod = self.workers.pod(launch);
         let Some(&first) = pod.first() else { return };
         let has_worker = self.workers.any_of_pod(first, Launch::has_registered);
-        let name = self.workers.name(first, has_worker);
+        let name = self.workers.name(first);
         // Before the launches are dropped: a worker's final report may make its exit an expected
         // one.
         let workers: Vec<WorkerId> = pod.iter().map(|&launch| worker_of(launch)).collect();
@@ -268,8 +268,7 @@ impl Job {
         let Some(rule) = rule else { return false };
         self.workers.pod_mut(launch).for_each(Launch::note_ruled);
         self.out.mark_dirty();
-        let has_worker = self.workers.any_of_pod(launch, Launch::has_registered);
-        let name = self.workers.name(launch, has_worker);
+        let name = self.workers.name(launch);
         self.apply_rule(
             now,
             &format!("{name} is being removed by the cluster ({})", clip(reason)),

@@ -36,7 +36,7 @@ impl Job {
     /// that confirms it.
     pub(crate) fn confirm_fatal(&mut self, worker: WorkerId, error: &str) -> Option<String> {
         if !self.has_worked() {
-            return Some(format!("worker {worker}: {error}"));
+            return Some(format!("{}: {error}", self.workers.name_of(worker)));
         }
         let report = FatalReport {
             worker,
@@ -49,8 +49,9 @@ impl Job {
         let nodes: BTreeSet<&str> = reports.iter().map(|r| r.node.as_str()).chain(here).collect();
         let is_one_host = nodes.len() <= 1;
         let first = reports.iter().find(|first| report.confirms(first, is_one_host));
-        let confirmed = first
-            .map(|first| format!("worker {worker}: {error} (as worker {} before)", first.worker));
+        let name = self.workers.name_of(worker);
+        let confirmed =
+            first.map(|first| format!("{name}: {error} (as worker {} before)", first.worker));
         let reports = &mut self.lifecycle.fatal_reports.0;
         if reports.len() == REPORTS_KEPT {
             reports.remove(0);

@@ -118,7 +118,7 @@ impl Job {
         }
         self.workers.pod_mut(launch).for_each(|l| l.schedule(scheduling, reason.as_deref()));
         if let Some(reason) = reason.filter(|_| is_news) {
-            let name = self.workers.name(launch, false);
+            let name = self.workers.name(launch);
             self.log_event(format!("{name} waits: {}", clip(&reason)));
         }
         match scheduling {
@@ -214,8 +214,7 @@ impl Job {
     /// it already.
     fn let_leave(&mut self, now: Time, launch: LaunchId, reason: Option<&str>) {
         if let Some(reason) = reason {
-            let has_worker = self.workers.any_of_pod(launch, Launch::has_registered);
-            let name = self.workers.name(launch, has_worker);
+            let name = self.workers.name(launch);
             self.log_event(format!("{name} is being removed by the cluster: {}", clip(reason)));
         }
         let pod = self.workers.pod(launch).into_iter().map(worker_of);

@@ -139,7 +139,7 @@ impl Job {
     pub(crate) fn evict(&mut self, now: Time, worker: WorkerId, why: &str) {
         let Some(w) = self.workers.get(worker) else { return };
         let is_member = w.is_member();
-        self.log_event(format!("worker {worker} {why} and is evicted"));
+        self.log_event(format!("{} {why} and is evicted", self.workers.name_of(worker)));
         self.out.push(Action::Disconnect { worker });
         self.forget_with_pod(now, worker, ZOMBIE_GRACE);
         if is_member {

@@ -88,7 +88,7 @@ fn a_group_whose_members_all_fail_alike_ends_the_job() {
     }
     deliver(&mut job, 1, fatal("the data has changed"));
     let error = error(&job).unwrap();
-    assert_eq!(error, "worker 1: the data has changed (as worker 2 before)");
+    assert_eq!(error, "worker 1 on a: the data has changed (as worker 2 before)");
 }
 
 #[test]
@@ -272,7 +272,7 @@ fn a_program_that_the_image_lacks_ends_the_job_at_the_first_worker() {
     ended(&mut job, 1, Exit::NotStarted(missing.into()));
     let error_of_missing = error(&job).unwrap();
     assert!(
-        error_of_missing.contains("worker 1 could not be started: StartError: failed to create")
+        error_of_missing.contains("worker 1 on a could not be started: StartError: failed to")
             && error_of_missing.contains("the program after `--`"),
         "{error_of_missing}"
     );
@@ -480,7 +480,7 @@ fn a_node_with_three_faults_is_avoided_for_hours_also_by_the_next_master() {
         assert_eq!(avoided(&mut job), expected, "{launch}");
     }
     let event = "new workers avoid the host b, for up to 6 h: 3 faults, the last one: worker 5 \
-                 killed by SIGKILL";
+                 on b killed by SIGKILL";
     assert!(job.status(minutes(60)).events.contains(&event.to_owned()));
     let listed = job.status(minutes(60)).hosts_avoided;
     assert_eq!((&*listed[0].host, listed[0].for_s), ("b", Some(5.0 * 3600.0)));

@@ -14,7 +14,7 @@ use std::ops::RangeInclusive;
 use elasticdl_proto::WorkerId;
 
 use super::state::{Launch, LaunchState};
-use super::table::{WorkerTable, worker_of};
+use super::table::{WorkerTable, launch_of, worker_of};
 use crate::job::event::LaunchId;
 
 /// A pod, identified by its first launch.
@@ -97,14 +97,26 @@ impl WorkerTable {
         launches.filter(|(_, l)| is_there(l)).map(|(&id, _)| worker_of(id)).collect()
     }
 
-    /// The user-visible name of a launch or its pod. A launch's worker has its number.
-    pub(crate) fn name(&self, launch: LaunchId, has_worker: bool) -> String {
+    /// The user-visible name of a worker, with its host if that is known.
+    pub(crate) fn name_of(&self, worker: WorkerId) -> String {
+        format!("worker {worker}{}", self.on_host(launch_of(worker)))
+    }
+
+    fn on_host(&self, launch: LaunchId) -> String {
+        match self.get_launch(launch).map(|l| l.location().node.as_str()) {
+            None | Some("") => String::new(),
+            Some(node) => format!(" on {node}"),
+        }
+    }
+
+    /// The user-visible name of a launch or its pod, with its host if that is known. A launch's
+    /// worker has its number.
+    pub(crate) fn name(&self, launch: LaunchId) -> String {
         let PodId { first: LaunchId(first), last: LaunchId(last) } = self.pod_of(launch);
-        match (first == last, has_worker) {
-            (true, true) => format!("worker {first}"),
-            (true, false) => format!("worker {first}"),
-            (false, true) => format!("the pod of workers {first} to {last}"),
-            (false, false) => format!("the pod of workers {first} to {last}"),
+        let host = self.on_host(launch);
+        match first == last {
+            true => format!("worker {first}{host}"),
+            false => format!("the pod of workers {first} to {last}{host}"),
         }
     }
 }
