@@ -1,6 +1,7 @@
 """Tests of ``--shard-optimizer``."""
 
 import importlib.util
+import os
 import pathlib
 import signal
 import tempfile
@@ -154,11 +155,17 @@ class Jobs(unittest.TestCase):
             self.assertEqual(job.wait(), code, job.text())
         return set(path.read_text().splitlines())
 
-    def test_workers_that_are_killed_and_a_resumed_job_have_the_bits_of_one_worker(self):
+    def test_workers_that_are_killed_and_jobs_that_begin_again_have_the_bits_of_one_worker(self):
         def survive(job):
             job.wait_for("a checkpoint", lambda status: status["step"] >= 5)
             self.assertGreater(job.survive_some(7, 2), 0)
             job.process.send_signal(signal.SIGTERM)
+
+        def kill_two(job):
+            workers = job.wait_for_steps()["workers"]
+            pids = [worker["pid"] for worker in workers if worker.get("rank") is not None]
+            for pid in pids[:2]:
+                os.kill(pid, signal.SIGKILL)
 
         with tempfile.TemporaryDirectory() as folder:
             nothing = lambda job: None
@@ -169,6 +176,10 @@ class Jobs(unittest.TestCase):
             self.run_job(folder, survive, workers=3, seconds=0.1, options=sharded, code=143)
             resumed = ["--shard-optimizer", "--resume-from", f"{folder}/saved"]
             found = self.run_job(folder, nothing, workers=2, seconds=0, options=resumed)
+            self.assertEqual(found, expected)
+            # Without a checkpoint, a worker that has not trained has the initial parameters.
+            options = ["--shard-optimizer", "--checkpoint-dir", "none"]
+            found = self.run_job(folder, kill_two, workers=3, seconds=0.1, options=options)
             self.assertEqual(found, expected)
 
 
