@@ -111,8 +111,8 @@ pub(crate) struct TuningOptions {
     /// A worker then needs less memory: with AdamW, W workers and n parameters, 8 + 24/W bytes per
     /// parameter instead of 24. Each step also sends all parameters to all workers. One worker can
     /// be lost without any loss; if two are, in the seconds before the group has made new copies,
-    /// it goes back to the newest checkpoint. For optimizers of the library, and rules that are
-    /// element-wise; not for PyTorch, models on GPUs or models with tables.
+    /// it goes back to the newest checkpoint. For optimizers of the library, rules that are
+    /// element-wise, and such optimizers of torch.optim; not for models on GPUs or with tables.
     #[arg(long)]
     pub(crate) shard_optimizer: bool,
 

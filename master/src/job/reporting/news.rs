@@ -11,7 +11,7 @@ use crate::job::event::{CheckpointNews, Evaluated};
 use crate::job::job::Job;
 use crate::job::lifecycle::state_loss::FIRST_CHECKPOINT;
 use crate::job::spec::OnRowsLost;
-use crate::job::text::{clip, format_metrics, format_value};
+use crate::job::text::{clip, counted, format_metrics, format_value};
 use crate::job::time::Time;
 
 impl Job {
@@ -111,7 +111,7 @@ impl Job {
                 self.group.note_restored();
                 let mut line =
                     format!("the group begins at step {from}, from checkpoint {name}{again}");
-                if let Some(touches) = touches {
+                if let Some(touches) = touches.filter(|_| !self.spec.options.shard_optimizer) {
                     line += &format!("; {touches} row touches are lost, and made again");
                 }
                 if !differences.is_empty() {
@@ -136,10 +136,11 @@ impl Job {
                     true => "the optimizer's state",
                     false => "the model's tables",
                 };
+                let parts = counted(shards.into(), "part");
                 is_new.then(|| {
                     format!(
-                        "all copies of {shards} parts of {what} are lost with their workers at \
-                         step {step}{then}"
+                        "all copies of {parts} of {what} are lost with their workers at step \
+                         {step}{then}"
                     )
                 })
             }
