@@ -1,4 +1,4 @@
-//! What a program is told.
+//! What a program receives.
 
 use super::numbers::Record;
 #[cfg(doc)]

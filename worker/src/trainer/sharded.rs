@@ -487,7 +487,7 @@ impl<M: Model> Trainer<'_, M> {
         Ok(sharded.commit((step, generation), of_step, update)?)
     }
 
-    /// Lets the model know the state after a commit. A program then goes on with the parameters.
+    /// Lets the model know the state after a commit. A program then continues with the parameters.
     pub(super) fn observe_commit(&mut self) {
         if let Some(state) = self.session.state() {
             let (epoch, records) = (state.ledger.epoch(), state.records_trained);
