@@ -62,10 +62,14 @@ impl Repair {
         }
         let donor = tops.iter().copied().find(|&r| states[r].is_some_and(|s| s.has_result));
         let behind = step.checked_sub(1).map(at).unwrap_or_default();
-        let result = donor.filter(|_| !behind.is_empty()).map(|donor| (donor, behind.clone()));
         let served =
-            |rank: usize| tops.contains(&rank) || (result.is_some() && behind.contains(&rank));
+            |rank: usize| tops.contains(&rank) || (donor.is_some() && behind.contains(&rank));
         let receivers: Vec<usize> = (0..states.len()).filter(|&r| !served(r)).collect();
+        // A rank that is behind and comes back later may have the only copy of a shard: it reaches
+        // this step with the result alone, which those that receive the state keep for it.
+        let is_divided = headers.iter().any(|header| header.owned.is_some());
+        let is_needed = !behind.is_empty() || (is_divided && !receivers.is_empty());
+        let result = donor.filter(|_| is_needed).map(|donor| (donor, behind));
         let state = (!receivers.is_empty()).then(|| (tops[0], receivers));
         Ok(Self { step: Some(step), result, state })
     }
@@ -95,6 +99,8 @@ pub(super) fn without_mismatched_devices(headers: &[SyncHeader]) -> Vec<SyncHead
 
 #[cfg(test)]
 mod tests {
+    use elasticdl_tables::OwnedHeader;
+
     use super::*;
     use crate::session::transport_switch::TransportHeader;
 
@@ -132,6 +138,17 @@ mod tests {
             plan,
             Ok(Repair { step: Some(7), result: Some((1, vec![0])), state: Some((1, vec![2])) })
         );
+    }
+
+    #[test]
+    fn a_joiner_keeps_the_result_for_ranks_with_shards_that_come_back() {
+        let owned = Some(OwnedHeader::of_joiner(0, 1));
+        let holder = SyncHeader { owned, ..header(Some((7, 2, true))) };
+        let plan = Repair::plan(&[holder.clone(), header(None)]);
+        let result = Some((0, Vec::new()));
+        assert_eq!(plan, Ok(Repair { step: Some(7), result, state: Some((0, vec![1])) }));
+        let plan = Repair::plan(&[holder.clone(), holder]);
+        assert_eq!(plan, Ok(Repair { step: Some(7), result: None, state: None }));
     }
 
     #[test]
