@@ -49,6 +49,9 @@ pub struct AuditHeader {
     /// Digests of the parts that ranks disagree about, computed again; empty if this rank can't
     /// read them now.
     pub again: Vec<u64>,
+    /// Whether the step is audited in place of one that could not be. A rank that joins does not
+    /// know it.
+    pub is_owed: bool,
 }
 
 /// A part of which ranks have computed different gradients.

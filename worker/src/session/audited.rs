@@ -12,7 +12,7 @@ use crate::session::plan::Contribution;
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Audit {
     /// Whether the next step is audited in place of one that could not be.
-    is_owed: bool,
+    pub(super) is_owed: bool,
     /// The part of the pending gradient that is audited, and its digest once it is computed.
     own: Option<(Vec<RecordRange>, Option<u64>)>,
     /// The part of another rank that this rank is to compute for the step.
@@ -32,7 +32,9 @@ impl Audit {
     ) {
         let Some(plan) = job.audit else { return };
         let can_read = ranks.iter().all(|rank| rank.readable.is_none());
-        let is_due = can_read && (self.is_owed || plan.chooses(step));
+        // After a commit, the headers are those of the step before, of which all ranks know.
+        let is_told = headers.iter().any(|header| header.step == step && owes(header));
+        let is_due = can_read && (self.is_owed || is_told || plan.chooses(step));
         let me = group.rank;
         if !keeps[me] {
             let is_audited = is_due && !assigned[me].is_empty();
@@ -74,11 +76,6 @@ impl Audit {
         self.own.as_ref().map(|(ranges, _)| ranges.as_slice())
     }
 
-    #[cfg(test)]
-    pub(super) fn is_owed(&self) -> bool {
-        self.is_owed
-    }
-
     /// Whether the audited part is computed, and its digest is not known yet.
     pub(super) fn needs_own_digest(&self) -> bool {
         matches!(self.own, Some((_, None)))
@@ -90,9 +87,9 @@ impl Audit {
 
     pub(super) fn header(&self) -> Option<AuditHeader> {
         let own = self.own.as_ref().and_then(|(ranges, digest)| Some((ranges.clone(), (*digest)?)));
-        let of_others = self.of_others.clone();
-        let is_any = own.is_some() || !of_others.is_empty();
-        is_any.then_some(AuditHeader { own, of_others, again: Vec::new() })
+        let (of_others, is_owed) = (self.of_others.clone(), self.is_owed);
+        let is_any = own.is_some() || !of_others.is_empty() || is_owed;
+        is_any.then_some(AuditHeader { own, of_others, is_owed, ..AuditHeader::default() })
     }
 
     /// The step of these headers is committed. Returns whether all of it was audited.
@@ -111,6 +108,11 @@ impl Audit {
     pub(super) fn forget(&mut self) {
         *self = Self { is_owed: self.is_owed, ..Self::default() };
     }
+}
+
+/// Whether this rank knows that a step before could not be audited.
+fn owes(header: &StepHeader) -> bool {
+    header.audit.as_ref().is_some_and(|audit| audit.is_owed)
 }
 
 /// Whether two ranks have computed all records of this header.

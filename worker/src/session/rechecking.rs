@@ -28,8 +28,8 @@ impl Session {
                 let again = again.clone().unwrap_or_default();
                 Some(AuditHeader { again, ..AuditHeader::default() })
             }
-            Phase::Round { .. } => self.assignment.audit.header(),
-            _ => None,
+            // Any headers of a group may lead to its next step, those of a verification too.
+            _ => self.assignment.audit.header(),
         }
     }
 
@@ -324,8 +324,10 @@ mod tests {
 
     #[test]
     fn what_is_audited_when_a_group_breaks_is_audited_in_the_next_one() {
-        // Whether the second worker has computed the part of the first before the links broke.
-        for has_audited in [false, true] {
+        // Whether the second worker has computed the part of the first before the links broke, and
+        // whether the next group compares whole states first.
+        for (has_audited, verifies) in [(false, false), (false, true), (true, false), (true, true)]
+        {
             let mut pair = pair();
             compute(&mut pair.0[0], 9);
             compute(&mut pair.0[1], 2);
@@ -335,6 +337,10 @@ mod tests {
             }
             pair.0.iter_mut().for_each(|session| session.broken(None, "reset".into()));
             pair.regroup(2);
+            for session in pair.0.iter_mut().filter(|_| verifies) {
+                let Phase::Round { group, .. } = &session.phase else { panic!("{session:?}") };
+                session.phase = Phase::Verifying { group: group.clone(), committed: None };
+            }
             pair.exchange_headers();
             if !has_audited {
                 audit(&mut pair.0[1], range(0, 2), 1);
@@ -367,6 +373,20 @@ mod tests {
         audit(session, range(0, 2), 1);
         session.summed(vec![session.header(0)], true).unwrap();
         session.updated(Duration::ZERO);
-        assert!(session.assignment.audit.is_owed());
+        assert!(session.assignment.audit.is_owed);
+    }
+
+    #[test]
+    fn what_a_member_owes_is_audited_by_a_worker_that_joins() {
+        let audit = Some(AuditPlan { seed: 7, per_million: 1 });
+        let mut pair = Pair::new(JobPlan { audit, ..JobPlan::of_one_epoch(100, 4) });
+        pair.0[0].assignment.audit.is_owed = true;
+        pair.exchange_headers();
+        compute_twice(&mut pair, [1, 2], [2, 1]);
+        sum(&mut pair);
+        for session in &mut pair.0 {
+            session.updated(Duration::ZERO);
+            assert!(!session.assignment.audit.is_owed, "{session:?}");
+        }
     }
 }
