@@ -47,8 +47,10 @@ pub(crate) struct ResilienceOptions {
     /// however long a worker takes to start and to receive the state. What is lost then starts
     /// again as a spare. Each of them needs what a worker needs, and receives each step's sum. With
     /// tables or --shard-optimizer, spares hold no part of the rows or of the optimizer's state
-    /// before they join, so no more workers may be lost at once than without them. A new master
-    /// starts new spares.
+    /// before they join, so no more workers may be lost at once than without them. A
+    /// spare that is silent or has stopped to follow takes no place, and is replaced: after
+    /// --worker-timeout if a worker is missing, otherwise after 10 s, and after --step-timeout if
+    /// it only sends heartbeats.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) spares: u32,
 

@@ -1,6 +1,7 @@
 //! The choice of the next generation.
 
 use std::cmp::Reverse;
+use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
 
@@ -15,6 +16,8 @@ pub(crate) struct Limits {
     pub(crate) min: usize,
     /// Members that are no table servers, and table servers. Further workers are spares.
     pub(crate) wanted: [usize; 2],
+    /// The interval of heartbeats; 0 without any.
+    pub(crate) heartbeat: Duration,
     /// A joiner that was not heard since is not waited for.
     pub(crate) heard_since: Time,
     /// Whether a group without a state still waits for workers that are starting.
@@ -31,9 +34,8 @@ pub(crate) trait Candidates {
     /// What the choice depends on, of a connected worker.
     fn get(&self, worker: WorkerId) -> Option<Candidate>;
 
-    /// Workers that can be members and are not, oldest first. Without those that were last heard
-    /// before.
-    fn joiners(&self, now: Time, heard_since: Time) -> impl Iterator<Item = Joiner>;
+    /// Workers that can be members and are not, oldest first. Without those that are silent.
+    fn joiners(&self, limits: Limits) -> impl Iterator<Item = Joiner>;
 
     /// Workers that leave without which a membership was published, until its group has formed.
     fn reserve(&self) -> impl Iterator<Item = WorkerId>;
@@ -54,6 +56,8 @@ pub(crate) struct Joiner {
     pub(crate) id: WorkerId,
     /// Whether the group need not wait for it.
     pub(crate) is_caught_up: bool,
+    /// Whether its last heartbeats came in time.
+    pub(crate) is_heard: bool,
     pub(crate) has_state: bool,
     /// Steps that its state contains, as far as is known.
     pub(crate) step: u64,
@@ -86,9 +90,10 @@ impl Group {
         });
         // While a group trains, a joiner fetches its state first, so that no member waits for it.
         // If all wait anyway, or no member has a state, it joins without the state.
-        let candidates: Vec<Joiner> = workers.joiners(limits.now, limits.heard_since).collect();
-        let others_have_state = survivors.iter().any(holds_state)
-            || candidates.iter().any(|joiner| joiner.has_state && !joiner.lags);
+        let candidates: Vec<Joiner> = workers.joiners(limits).collect();
+        let is_state_safe = survivors.iter().any(holds_state);
+        let others_have_state =
+            is_state_safe || candidates.iter().any(|joiner| joiner.has_state && !joiner.lags);
         let follows = |joiner: &Joiner| !(joiner.lags && others_have_state);
         let joiners = |may: &dyn Fn(&Joiner) -> bool| -> Vec<WorkerId> {
             let mut left = vacancies;
@@ -100,9 +105,13 @@ impl Group {
                 has_room
             };
             let mut joiners: Vec<&Joiner> = candidates.iter().filter(|j| may(j)).collect();
-            // Those that have the state come first, with the newest one before others: if all
-            // members are lost, they alone have it.
-            joiners.sort_by_key(|joiner| (!joiner.is_caught_up, Reverse(joiner.step)));
+            // Those that have the state come first, and of those the ones that certainly run. If
+            // all members are lost, they alone have the state, so the newest one comes first.
+            let step = |joiner: &Joiner| if is_state_safe { 0 } else { joiner.step };
+            joiners.sort_by_key(|joiner| {
+                let by_step = [step(joiner), joiner.is_heard.into(), joiner.step];
+                (!joiner.is_caught_up, Reverse(by_step))
+            });
             joiners.into_iter().map(|joiner| joiner.id).filter(|id| has_room(id)).collect()
         };
         let are_enough = |members: &[WorkerId]| {
@@ -113,7 +122,7 @@ impl Group {
             |joiners: &[WorkerId]| are_enough(&[&*ids(&survivors), joiners].concat());
         let caught_up = joiners(&|joiner| joiner.is_caught_up && follows(joiner));
         let group_waits = self.is_broken() && !are_enough_with(&caught_up);
-        let joiners = if group_waits || !survivors.iter().any(holds_state) {
+        let joiners = if group_waits || !is_state_safe {
             Some(joiners(&follows))
                 .filter(|following| are_enough_with(following))
                 .unwrap_or_else(|| joiners(&|_| true))

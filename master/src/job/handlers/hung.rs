@@ -27,6 +27,9 @@
 //! A group that forms with the state of its spares does without one that hangs, if others have the
 //! state as well.
 //!
+//! A spare hangs if it makes no step while the group makes steps for as long as a member may
+//! compute. One that fetches the state anew reports step 0 until it has it.
+//!
 //! **Invariant:** a group that evaluates, starts from a checkpoint or waits for storage, and a
 //! member that exports, are not judged by the length of the job's steps.
 
@@ -41,7 +44,8 @@ use crate::job::time::Time;
 use crate::job::workers::state::Worker;
 use crate::job::workers::table::launch_of;
 
-/// A member for which the others have waited for longer than the limit.
+/// A member for which the others have waited for longer than the limit, or a spare that has not
+/// followed them.
 struct Hung {
     worker: WorkerId,
     limit: Duration,
@@ -52,7 +56,7 @@ struct Hung {
 impl Job {
     /// Asks hung members for their stacks; they are evicted soon after.
     pub(crate) fn check_for_hung(&mut self, now: Time) {
-        for Hung { worker, .. } in self.hung_members(now) {
+        for Hung { worker, .. } in self.hung_workers(now) {
             if !self.out.has_timer(Timer::Hung(worker)) {
                 self.send(worker, MasterMessage::ReportStacks);
                 self.out.set_timer(now + STACKS_WAIT, Timer::Hung(worker));
@@ -62,7 +66,7 @@ impl Job {
 
     /// Evicts a member that was asked for its stacks, if it still hangs.
     pub(crate) fn on_hung_due(&mut self, now: Time, worker: WorkerId) {
-        let hung = self.hung_members(now).into_iter().find(|hung| hung.worker == worker);
+        let hung = self.hung_workers(now).find(|hung| hung.worker == worker);
         if let Some(hung) = hung {
             self.evict_hung(now, hung, "the stacks of its threads are in its log");
             self.reconcile(now);
@@ -113,6 +117,22 @@ impl Job {
         let took = now.since(self.group.progressed());
         self.lifecycle.longest_evaluation = self.lifecycle.longest_evaluation.max(took);
         self.group.note_progress(now);
+    }
+
+    /// The members and spares that hang.
+    fn hung_workers(&self, now: Time) -> impl Iterator<Item = Hung> + use<> {
+        self.hung_members(now).into_iter().chain(self.hung_spares())
+    }
+
+    /// The spares that have not followed the group for longer than the limit.
+    fn hung_spares(&self) -> Vec<Hung> {
+        if !self.lifecycle.is_running() || self.spec.options.heartbeat().is_none() {
+            return Vec::new();
+        }
+        let (limit, progressed) = (self.step_limit(), self.group.progressed());
+        let hangs = |w: &Worker| w.stuck_for(progressed).is_some_and(|stuck| stuck > limit);
+        let hung = self.workers.joiners().filter(|(_, w)| hangs(w));
+        hung.map(|(worker, _)| Hung { worker, limit, missing: STEP_OF_GROUP }).collect()
     }
 
     /// The members that compute for longer than the limit while nothing else happens.
@@ -270,6 +290,7 @@ const LIMIT_UNKNOWN: Duration = Duration::from_secs(3600);
 const USUAL_TIMES: u32 = 20;
 /// What a hung member did not do.
 const PART_OF_STEP: &str = "finished its part of a step";
+const STEP_OF_GROUP: &str = "made a step with its group";
 const PART_OF_JOIN: &str = "joined its group";
 const PART_OF_END: &str =
     "done its part of the last evaluation, checkpoint or comparison of states";

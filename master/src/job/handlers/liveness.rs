@@ -37,7 +37,7 @@ use crate::job::lifecycle::disconnected::RECONNECT_SLACK;
 use crate::job::outbox::Timer;
 use crate::job::time::Time;
 use crate::job::workers::heartbeat::Stalled;
-use crate::job::workers::state::{Launch, Worker};
+use crate::job::workers::state::{Launch, Stage, Worker};
 use crate::job::workers::table::launch_of;
 
 impl Job {
@@ -202,7 +202,7 @@ impl Job {
             timeout + heartbeat
         } else if !may_hold_up {
             // A worker that is no member holds no other worker up.
-            timeout.max(JOINER_SILENCE_MAX) + heartbeat
+            self.silence_max(w.stage(), timeout, JOINER_SILENCE_MAX) + heartbeat
         } else if self.is_group_stalled(now, w.heard() + timeout + heartbeat) {
             // A worker that stops just before its next heartbeat has already been silent for one
             // interval.
@@ -211,6 +211,17 @@ impl Job {
             until_its_end
         };
         (silence > limit).then_some(silence)
+    }
+
+    /// How long a worker that is no member may be silent: at least `usual`, unless it is a spare
+    /// for which a group that trains has room, and which keeps the slot of one that would join.
+    pub(crate) fn silence_max(&self, stage: Stage, timeout: Duration, usual: Duration) -> Duration {
+        let members =
+            || self.workers.members().filter(|(id, w)| w.stays() && !self.serves_tables(*id));
+        let is_missed = stage == Stage::Ready
+            && members().any(|(_, w)| w.holds_state())
+            && members().count() < self.lifecycle.wanted() as usize;
+        if is_missed { timeout } else { timeout.max(usual) }
     }
 }
 

@@ -188,8 +188,9 @@ impl Job {
         let Some(w) = self.workers.get_mut(worker) else { return };
         if w.is_reserve() {
             self.group.note_left_ring(worker);
-        } else if w.stage() == Stage::Fetching {
-            // A worker that gave up the fetch reports step 0.
+        } else if matches!(w.stage(), Stage::Fetching | Stage::Preparing | Stage::Ready) {
+            // A worker that gave up the fetch reports step 0. One that has reconnected reports
+            // again what it has.
             w.catch_up(step > 0);
             w.follow_anew();
             self.reconcile(now);

@@ -29,11 +29,13 @@ impl Candidates for WorkerTable {
         })
     }
 
-    fn joiners(&self, now: Time, heard_since: Time) -> impl Iterator<Item = Joiner> {
+    fn joiners(&self, limits: Limits) -> impl Iterator<Item = Joiner> {
+        let Limits { now, heartbeat, heard_since, .. } = limits;
         let joiners = self.joiners().filter(move |(_, w)| w.heard() >= heard_since);
         joiners.map(move |(id, w)| Joiner {
             id,
             is_caught_up: w.stage() == Stage::Ready,
+            is_heard: w.is_heard(now, heartbeat),
             has_state: w.has_state(),
             step: w.followed_step().unwrap_or_default(),
             lags: w.lags(now),
@@ -81,13 +83,18 @@ impl Job {
         }
         self.watch_window(now);
         let is_ending = is_stopping || self.lifecycle.is_suspended();
+        let heartbeat = self.spec.options.heartbeat().unwrap_or_default();
+        let silence = self.spec.options.worker_timeout.map(|timeout| timeout + heartbeat);
         let limits = Limits {
             now,
             // A group that only has to finish its step needs no further members.
             min: if is_ending { 0 } else { self.spec.min_workers as usize },
             wanted: [self.lifecycle.wanted(), self.spec.options.table_servers]
                 .map(|number| number as usize),
-            heard_since: self.heard_since(now),
+            heartbeat,
+            heard_since: Time(
+                silence.map_or(Duration::ZERO, |silence| now.0.saturating_sub(silence)),
+            ),
             join_window_open: self.lifecycle.is_join_window_open(now),
             admits: !is_ending,
             // A group that is at its end hands nothing over.
@@ -99,13 +106,6 @@ impl Job {
             let members = arrange(members, location);
             self.publish(now, Change { members, abort });
         }
-    }
-
-    /// Since when a worker was heard that is not silent.
-    fn heard_since(&self, now: Time) -> Time {
-        let heartbeat = self.spec.options.heartbeat().unwrap_or_default();
-        let silence = self.spec.options.worker_timeout.map(|timeout| timeout + heartbeat);
-        Time(silence.map_or(Duration::ZERO, |silence| now.0.saturating_sub(silence)))
     }
 
     /// Whether the job's success policy makes the lowest rank's final report suffice, and the

@@ -99,8 +99,8 @@ impl Job {
         let is_member = disconnected.rank.is_some();
         let wait = if is_member && shows_members && !is_group_stalled {
             self.spec.master_timeout + RECONNECT_SLACK
-        } else if !is_member && disconnected.last_known.is_some() {
-            self.reconnect_wait().max(JOINER_WAIT)
+        } else if let Some(known) = disconnected.last_known.filter(|_| !is_member) {
+            self.silence_max(known.stage, self.reconnect_wait(), JOINER_WAIT)
         } else {
             self.reconnect_wait()
         };
@@ -177,6 +177,9 @@ impl Job {
         if let Err(reason) = self.check_resume(now, launch, &resume) {
             return self.refuse_reconnection(now, connection, launch, reason);
         }
+        if resume.membership.is_none() {
+            self.workers.note_joiner(launch);
+        }
         let Some(disconnected) = self.workers.get_disconnected(launch) else { return };
         let Some(worker) = self.workers.readmit(now, launch, address, pid) else { return };
         if resume.holds_state
@@ -186,7 +189,7 @@ impl Job {
             w.hold_state();
         }
         self.reporting.lifetimes.connect(now, worker);
-        if let Some(parameters) = resume.parameters.filter(|_| disconnected.rank.is_some()) {
+        if let Some(parameters) = resume.parameters {
             self.data.expect_parameters(parameters);
         }
         self.out.mark_dirty();
@@ -222,7 +225,10 @@ impl Job {
             return Err("its model is not that of the others");
         }
         let was_known = disconnected.rank.is_some() || disconnected.last_known.is_some();
-        if resume.membership.is_none() && !was_known {
+        let is_prepared = resume.parameters.is_some() && self.data.files().is_some();
+        let may_join =
+            self.spec.options.work.trains() && is_prepared && disconnected.joined.is_none();
+        if resume.membership.is_none() && !was_known && !may_join {
             // Restarting it loses little work.
             return Err("it was no member yet; another takes its place");
         }

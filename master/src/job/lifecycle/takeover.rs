@@ -39,7 +39,7 @@ use crate::job::reporting::history::JobHistory;
 use crate::job::time::Time;
 use crate::job::workers::pod::PodId;
 use crate::job::workers::slot_use::SlotUse;
-use crate::job::workers::state::{Disconnected, Launch, LaunchState};
+use crate::job::workers::state::{Disconnected, Launch, LaunchState, Worker};
 use crate::job::workers::table::{launch_of, worker_of};
 
 impl Job {
@@ -213,7 +213,7 @@ impl Job {
             "generation {} has been published by the master before",
             theirs.generation
         ));
-        for id in self.workers.select(|_| true) {
+        for &id in self.workers.select(Worker::is_member).iter().chain(&excluded) {
             self.send(id, MasterMessage::Membership(theirs.clone()));
         }
         for &id in &excluded {

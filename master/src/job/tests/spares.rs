@@ -1,5 +1,7 @@
 //! Spares: workers that have the state, and are members when others are lost.
 
+use std::time::Duration;
+
 use elasticdl_proto::{Generation, Spares, WorkerId, WorkerOptions, WorkerStatus};
 
 use super::super::*;
@@ -9,6 +11,7 @@ use super::directed::{
 };
 use super::hung::{asked_and_killed, pass};
 use super::stall::heartbeat;
+use super::takeover::{admit, reconnect, returned};
 use crate::job::testing::{dataset, spec};
 
 /// A group of three workers with so many spares, which are the last ones, and table servers.
@@ -116,7 +119,7 @@ fn a_spare_that_has_the_state_of_an_earlier_group_fetches_that_of_the_next_one()
 #[test]
 fn a_silent_spare_takes_no_place() {
     let mut job = formed_with(2, 0);
-    job.spec.options.worker_timeout = Some(std::time::Duration::from_millis(800));
+    job.spec.options.worker_timeout = Some(Duration::from_millis(800));
     deliver(&mut job, 1, formed(1, 0, &[]));
     caught_up(&mut job, 4..=5);
     for i in [1, 2, 3, 5] {
@@ -124,6 +127,116 @@ fn a_silent_spare_takes_no_place() {
     }
     lose(&mut job, 2000, 2);
     assert_eq!(members(&mut job), Some((Generation(2), vec![1, 3, 5])));
+}
+
+#[test]
+fn of_two_spares_that_which_was_heard_just_now_takes_the_place() {
+    let mut job = formed_with(2, 0);
+    job.spec.options.worker_timeout = Some(Duration::from_millis(800));
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    caught_up(&mut job, 4..=5);
+    [1, 2, 3, 4, 5].iter().for_each(|&i| heartbeat(&mut job, 1800, i, None));
+    [1, 2, 3, 5].iter().for_each(|&i| heartbeat(&mut job, 2000, i, None));
+    lose(&mut job, 2000, 2);
+    assert_eq!(members(&mut job), Some((Generation(2), vec![1, 3, 5])));
+}
+
+/// Heartbeats of these workers from 2 s on, and checks. Returns when others were killed.
+fn silence(job: &mut Job, heard: &[u64], until_ms: u64) -> Vec<(u64, LaunchId)> {
+    let mut killed = Vec::new();
+    for ms in (2000..until_ms).step_by(40) {
+        heard.iter().for_each(|&i| heartbeat(job, ms, i, None));
+        job.handle_timeout(at(ms));
+        let is_kill =
+            |action| if let Action::Kill { launch } = action { Some(launch) } else { None };
+        killed.extend(actions(job).into_iter().filter_map(is_kill).map(|launch| (ms, launch)));
+    }
+    killed
+}
+
+#[test]
+fn a_silent_spare_is_replaced_within_the_time_out_of_members_if_it_is_missed_and_later_if_not() {
+    for (is_missed, limits) in [(true, 2840..2960), (false, 12_000..12_200)] {
+        let mut job = formed_with(1, 0);
+        job.spec.options.worker_timeout = Some(Duration::from_millis(800));
+        deliver(&mut job, 1, formed(1, 0, &[]));
+        caught_up(&mut job, 4..=4);
+        [1, 2, 3, 4].iter().for_each(|&i| heartbeat(&mut job, 2000, i, None));
+        job.watch_heartbeats(at(2000));
+        let heard: &[u64] = if is_missed { &[1, 3] } else { &[1, 2, 3] };
+        if is_missed {
+            assert_eq!(silence(&mut job, &[1, 2, 3], 2900), []);
+            lose(&mut job, 2900, 2);
+            assert_eq!(members(&mut job), Some((Generation(2), vec![1, 3])));
+        }
+        let killed = silence(&mut job, heard, 13_000);
+        let of_spare = killed.iter().find(|(_, launch)| *launch == LaunchId(4)).unwrap();
+        assert!(limits.contains(&of_spare.0), "{is_missed}: {killed:?}");
+    }
+}
+
+#[test]
+fn a_missed_spare_whose_stream_ends_is_awaited_no_longer_than_a_member() {
+    let mut job = formed_with(1, 0);
+    job.spec.options.worker_timeout = Some(Duration::from_millis(800));
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    caught_up(&mut job, 4..=4);
+    job.handle(at(2000), Event::Disconnected { worker: WorkerId(4) });
+    lose(&mut job, 2000, 2);
+    assert_eq!(members(&mut job), Some((Generation(2), vec![1, 3])));
+    job.handle_timeout(at(4900));
+    assert!(!actions(&mut job).contains(&Action::Kill { launch: LaunchId(4) }));
+    job.handle_timeout(at(5000));
+    assert!(actions(&mut job).contains(&Action::Kill { launch: LaunchId(4) }));
+}
+
+#[test]
+fn a_spare_that_never_follows_again_is_replaced_and_counts_as_a_failure() {
+    // The second one fetches the state anew.
+    for (step, hangs) in [(3, true), (0, false)] {
+        let mut job = formed_with(1, 0);
+        job.spec.options.worker_timeout = Some(Duration::from_secs(1));
+        job.spec.step_timeout = Some(Duration::from_secs(60));
+        deliver(&mut job, 1, formed(1, 0, &[]));
+        caught_up(&mut job, 4..=4);
+        follow(&mut job, 60, &[(4, step)]);
+        job.watch_heartbeats(at(60_000));
+        pass(&mut job, (60, 64), &[1, 2, 3, 4], &[]);
+        assert_eq!(asked_and_killed(&mut job), (vec![], vec![]), "the group makes no step, either");
+        for second in 64..70 {
+            follow(&mut job, 1, &[(4, step)]);
+            pass(&mut job, (second, second + 1), &[1, 2, 3, 4], &[]);
+        }
+        assert_eq!(asked_and_killed(&mut job).1, if hangs { vec![4] } else { vec![] });
+        assert_eq!(job.lifecycle.failures(), u32::from(hangs));
+        let text = "worker 4 has not made a step with its group within 60 s (--step-timeout;";
+        let events = job.status(at(73_000)).events;
+        assert_eq!(events.iter().any(|event| event.contains(text)), hangs, "{events:?}");
+    }
+}
+
+#[test]
+fn a_new_master_keeps_spares_and_what_they_have() {
+    for is_reported in [true, false] {
+        let mut job = formed_with(1, 0);
+        deliver(&mut job, 1, formed(1, 0, &[]));
+        caught_up(&mut job, 4..=4);
+        let mut job = Job::restore(job.to_persisted(), at(1000)).unwrap();
+        (1..=3).for_each(|i| reconnect(&mut job, 1010, i, 1));
+        reconnect(&mut job, 1010, 4, 0);
+        assert!(actions(&mut job).contains(&admit(4)));
+        (1..=4).for_each(|i| deliver(&mut job, i, returned(0)));
+        deliver(&mut job, 1, formed(1, 0, &[]));
+        if is_reported {
+            deliver(&mut job, 4, WorkerMessage::CaughtUp { step: 1 });
+        }
+        deliver(&mut job, 4, WorkerMessage::Ready { parameters: 10 });
+        assert_eq!(states(&job)[3], if is_reported { "spare" } else { "fetching" });
+        caught_up(&mut job, 4..=4);
+        lose(&mut job, 2000, 2);
+        let next = members(&mut job).unwrap().1;
+        assert_eq!(next, [1, 3, 4]);
+    }
 }
 
 #[test]
@@ -242,7 +355,7 @@ fn if_all_members_are_lost_the_spare_with_the_newest_state_goes_on() {
 #[test]
 fn a_spare_that_hangs_as_it_is_to_go_on_is_replaced_by_another_one() {
     let mut job = formed_of(1, 2, 0);
-    job.spec.options.worker_timeout = Some(std::time::Duration::from_secs(1));
+    job.spec.options.worker_timeout = Some(Duration::from_secs(1));
     deliver(&mut job, 1, formed(1, 0, &[]));
     caught_up(&mut job, 2..=3);
     lose(&mut job, 5, 1);

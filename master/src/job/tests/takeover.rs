@@ -209,13 +209,15 @@ fn a_worker_whose_process_has_ended_is_lost_at_once_and_not_counted() {
 }
 
 #[test]
-fn joiners_are_refused_and_replaced_and_ids_are_not_reused() {
+fn workers_that_have_no_model_yet_are_refused_and_replaced_and_ids_are_not_reused() {
     let mut job = started(JobSpec { max_workers: 4, ..spec_of(2) }, &[20]);
     job.handle(at(1), Event::Scale { num_workers: 3 });
     connect(&mut job, 3);
     let mut job = next_master(&job, 1000);
     assert_eq!(actions(&mut job), []);
-    reconnect(&mut job, 1010, 3, 0);
+    let (worker, membership) = (WorkerId(3), None);
+    let resume = Resume { worker, membership, parameters: None, holds_state: false };
+    reconnect_as(&mut job, 1010, resume);
     let done = actions(&mut job);
     assert!(refused(&done[..1]) && done[1..] == [launch_at(4, 2)], "{done:?}");
     job.handle(at(1020), Event::ProcessEnded { launch: LaunchId(3), exit: Exit::Code(70) });

@@ -118,6 +118,13 @@ impl Worker {
         self.has_state() && self.followed_step().is_some() && now.since(self.follower.moved) > LAG
     }
 
+    /// How long the group, whose newest step was at `progressed`, has made steps of which this
+    /// worker, which has fetched the state, made none. `None` if it fetches the state anew.
+    pub(crate) fn stuck_for(&self, progressed: Time) -> Option<Duration> {
+        let has_state = self.has_state() && self.followed_step().is_some_and(|step| step > 0);
+        has_state.then(|| progressed.since(self.follower.moved))
+    }
+
     /// Restarts its wait, if it waits: what it waited for has arrived.
     pub(crate) fn restart_wait(&mut self, now: Time) {
         self.stalled.iter_mut().for_each(|stalled| stalled.restart_wait(now));

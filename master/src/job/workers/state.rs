@@ -103,7 +103,7 @@ impl Disconnected {
 /// What this master knew of a worker when its stream ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LastKnown {
-    pub(super) stage: Stage,
+    pub(crate) stage: Stage,
     pub(crate) leaving: bool,
     /// Median compute time of a step.
     pub(crate) usual_us: Option<u64>,

@@ -14,7 +14,7 @@ use std::time::Duration;
 use elasticdl_proto::WorkerId;
 
 use super::scheduling::Scheduling;
-use super::state::{Disconnected, Launch, LaunchState, Stage, Worker};
+use super::state::{Disconnected, LastKnown, Launch, LaunchState, Stage, Worker};
 use crate::job::event::LaunchId;
 use crate::job::time::Time;
 
@@ -311,6 +311,18 @@ impl WorkerTable {
 
     pub(crate) fn get_disconnected(&self, launch: LaunchId) -> Option<Disconnected> {
         self.launches.get(&launch)?.disconnected().copied()
+    }
+
+    /// Notes of a disconnected worker that only an earlier master knew that it was no member yet.
+    pub(crate) fn note_joiner(&mut self, launch: LaunchId) {
+        let disconnected = self.launches.get_mut(&launch).and_then(Launch::disconnected_mut);
+        if let Some(d) = disconnected.filter(|d| d.rank.is_none()) {
+            d.last_known.get_or_insert(LastKnown {
+                stage: Stage::Preparing,
+                leaving: false,
+                usual_us: None,
+            });
+        }
     }
 
     /// Forgets a disconnected worker, which does not reconnect. Its launch stays.
