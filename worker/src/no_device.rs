@@ -65,6 +65,10 @@ impl DeviceState {
         match *self {}
     }
 
+    pub(crate) fn gradient_to_host(&self, _to: &mut [f32]) -> Result<(), DeviceError> {
+        match *self {}
+    }
+
     pub(crate) fn load_at(
         &self,
         _tensor: Tensor,

@@ -26,7 +26,14 @@ pub struct StateMemory {
 
 /// The parameters or the optimizer state.
 #[derive(Debug)]
-pub(crate) enum StateBuffer {
+pub(crate) struct StateBuffer {
+    memory: Memory,
+    /// Number of times that the buffer was given out for writing.
+    version: u64,
+}
+
+#[derive(Debug)]
+enum Memory {
     /// Joining workers are sent copies of it, which share it until it is written.
     Own(Arc<Vec<f32>>),
     /// Joining workers are sent copies that are made at once: the memory can't be replaced.
@@ -36,22 +43,32 @@ pub(crate) enum StateBuffer {
 impl StateBuffer {
     /// `len` zeros, in memory whose pages are allocated.
     pub(crate) fn zeros(len: usize) -> Self {
-        Self::Own(Arc::new(zeros(len)))
+        Self { memory: Memory::Own(Arc::new(zeros(len))), version: 0 }
+    }
+
+    /// The memory of a program.
+    pub(crate) fn of_program(memory: Box<dyn ProgramMemory>) -> Self {
+        Self { memory: Memory::Program(memory), version: 0 }
+    }
+
+    /// A number that changes whenever the values may have changed.
+    pub(crate) fn version(&self) -> u64 {
+        self.version
     }
 
     /// The present values, whatever is written later.
     pub(crate) fn snapshot(&self) -> Arc<Vec<f32>> {
-        match self {
-            Self::Own(shared) => Arc::clone(shared),
-            Self::Program(memory) => Arc::new(copied(memory.floats())),
+        match &self.memory {
+            Memory::Own(shared) => Arc::clone(shared),
+            Memory::Program(memory) => Arc::new(copied(memory.floats())),
         }
     }
 
     /// Starts to copy the present values to `memory` of this length.
     pub(crate) fn copy_to(&self, mut memory: Vec<f32>) -> Copying {
-        match self {
-            Self::Own(shared) => Copying::Later { from: Arc::clone(shared), to: memory },
-            Self::Program(floats) => {
+        match &self.memory {
+            Memory::Own(shared) => Copying::Later { from: Arc::clone(shared), to: memory },
+            Memory::Program(floats) => {
                 memory.copy_from_slice(floats.floats());
                 Copying::Done(memory)
             }
@@ -60,9 +77,10 @@ impl StateBuffer {
 
     /// The buffer for writing: a fresh copy, if the buffer is still being sent.
     pub(crate) fn writable(&mut self) -> &mut [f32] {
-        match self {
-            Self::Own(shared) => writable(shared),
-            Self::Program(memory) => memory.floats_mut(),
+        self.version += 1;
+        match &mut self.memory {
+            Memory::Own(shared) => writable(shared),
+            Memory::Program(memory) => memory.floats_mut(),
         }
     }
 }
@@ -71,9 +89,9 @@ impl Deref for StateBuffer {
     type Target = [f32];
 
     fn deref(&self) -> &[f32] {
-        match self {
-            Self::Own(shared) => shared,
-            Self::Program(memory) => memory.floats(),
+        match &self.memory {
+            Memory::Own(shared) => shared,
+            Memory::Program(memory) => memory.floats(),
         }
     }
 }
@@ -150,13 +168,15 @@ mod tests {
     #[test]
     fn a_snapshot_keeps_its_values_and_a_programs_memory_its_address() {
         let own = StateBuffer::zeros(3);
-        let program = StateBuffer::Program(Box::new(Fixed(vec![0.0; 3])));
+        let program = StateBuffer::of_program(Box::new(Fixed(vec![0.0; 3])));
         for (mut buffer, moves) in [(own, true), (program, false)] {
             let address = buffer.as_ptr();
             let snapshot = buffer.snapshot();
+            let version = buffer.version();
             buffer.writable()[1] = 2.0;
             assert_eq!((&snapshot[..], &buffer[..]), (&[0.0; 3][..], &[0.0, 2.0, 0.0][..]));
             assert_eq!(buffer.as_ptr() != address, moves);
+            assert_ne!(buffer.version(), version);
         }
     }
 }

@@ -29,10 +29,8 @@ pub(crate) enum Tensors {
         /// Whether this worker would use NCCL.
         nccl: NcclPolicy,
     },
-    Host {
-        group: Option<Box<dyn Group>>,
-        state: HostState,
-    },
+    /// The model may compute on a GPU, with a [copy](HostState::gpu) of the parameters.
+    Host { group: Option<Box<dyn Group>>, state: HostState },
 }
 
 /// The buffers on the host. Each has one `f32` per parameter, apart from `slots`.
@@ -55,6 +53,25 @@ pub(crate) struct HostState {
     /// Gradients of earlier steps that are still being sent to joining workers. Their memory is
     /// used again, because new pages cost the whole group time.
     lent: Vec<Arc<Vec<f32>>>,
+    /// Where the model computes, if it does so on a GPU: then this gradient is a copy of that
+    /// there, and the parameters there are a copy of these.
+    gpu: Option<GpuCopy>,
+}
+
+/// The buffers where a model computes.
+#[derive(Debug)]
+pub(crate) enum Place<'a> {
+    Gpu(&'a mut DeviceState),
+    Host(&'a mut HostState),
+}
+
+/// The parameters and the gradient in the memory of a GPU. The state is on the host.
+#[derive(Debug)]
+#[cfg_attr(not(feature = "gpu"), allow(dead_code, reason = "there are no GPUs"))]
+struct GpuCopy {
+    buffers: Box<DeviceState>,
+    /// [Version](StateBuffer::version) of the parameters that are there.
+    version: Option<u64>,
 }
 
 impl Tensors {
@@ -92,6 +109,8 @@ impl Tensors {
     pub(crate) fn begin_nccl(&mut self) -> Result<(), CollectiveError> {
         match self {
             Self::Device { group, nccl, .. } => member_of(group)?.begin_nccl(nccl),
+            // The sums are where the optimizer's state is.
+            Self::Host { state, .. } if state.is_on_gpu() => Ok(()),
             Self::Host { group, .. } => member_of(group)?.begin_nccl(),
         }
     }
@@ -106,6 +125,33 @@ impl Tensors {
                 NcclState::Ready => NcclBuild::Ready,
             }),
             Self::Host { group, .. } => group.as_ref()?.nccl(),
+        }
+    }
+
+    /// Whether the model computes on a GPU.
+    pub(crate) fn is_on_gpu(&self) -> bool {
+        match self {
+            Self::Device { .. } => true,
+            Self::Host { state, .. } => state.is_on_gpu(),
+        }
+    }
+
+    /// The buffers where the model computes, with the parameters as they are.
+    pub(crate) fn place(&mut self) -> Result<Place<'_>, DeviceError> {
+        match self {
+            Self::Device { state, .. } => Ok(Place::Gpu(state)),
+            Self::Host { state, .. } => state.place(),
+        }
+    }
+
+    /// The gradient of this worker's records is complete: copies it from the GPU where it was
+    /// computed to where it is summed, if that is the host.
+    pub(crate) fn end_gradient(&mut self) -> Result<(), DeviceError> {
+        match self {
+            Self::Host { state: HostState { gpu: Some(gpu), gradient, .. }, .. } => {
+                gpu.buffers.gradient_to_host(gradient)
+            }
+            Self::Device { .. } | Self::Host { .. } => Ok(()),
         }
     }
 
@@ -207,7 +253,7 @@ impl Tensors {
             Self::Device { state, .. } => state.clear_gradient(),
             Self::Host { state, .. } => {
                 state.gradient.fill(0.0);
-                Ok(())
+                state.gpu.as_mut().map_or(Ok(()), |gpu| gpu.buffers.clear_gradient())
             }
         }
     }
@@ -404,7 +450,7 @@ impl HostState {
     pub(crate) fn sharded_in_memory(memory: StateMemory) -> Self {
         let StateMemory { parameters, slots } = memory;
         let (gradient, empty) = (zeros(parameters.floats().len()), Self::sharded(0));
-        let [parameters, slots] = [parameters, slots].map(StateBuffer::Program);
+        let [parameters, slots] = [parameters, slots].map(StateBuffer::of_program);
         Self { parameters, slots, gradient, ..empty }
     }
 
@@ -422,7 +468,7 @@ impl HostState {
     /// The state in memory of a program.
     pub(crate) fn in_memory(memory: StateMemory) -> Self {
         let StateMemory { parameters, slots } = memory;
-        Self::of(StateBuffer::Program(parameters), StateBuffer::Program(slots))
+        Self::of(StateBuffer::of_program(parameters), StateBuffer::of_program(slots))
     }
 
     fn of(parameters: StateBuffer, slots: StateBuffer) -> Self {
@@ -434,7 +480,29 @@ impl HostState {
             retained: Arc::new(zeros(len)),
             reduced: zeros(len),
             lent: Vec::new(),
+            gpu: None,
         }
+    }
+
+    /// With a model that computes on a GPU, in these buffers.
+    #[cfg(feature = "gpu")]
+    pub(crate) fn computing_on(self, buffers: DeviceState) -> Self {
+        Self { gpu: Some(GpuCopy { buffers: Box::new(buffers), version: None }), ..self }
+    }
+
+    /// Whether the model computes on a GPU.
+    pub(crate) fn is_on_gpu(&self) -> bool {
+        self.gpu.is_some()
+    }
+
+    /// See [`Tensors::place`].
+    pub(crate) fn place(&mut self) -> Result<Place<'_>, DeviceError> {
+        let Self { gpu: Some(gpu), parameters, .. } = self else { return Ok(Place::Host(self)) };
+        if gpu.version != Some(parameters.version()) {
+            gpu.buffers.load(Tensor::Parameters, parameters)?;
+            gpu.version = Some(parameters.version());
+        }
+        Ok(Place::Gpu(&mut gpu.buffers))
     }
 
     /// Arguments of the step's update.

@@ -23,6 +23,7 @@
 //! **Invariant:** an operation that has returned leaves nothing on the device's stream that could
 //! hang. If that cannot be guaranteed ([`DeviceError::Abandoned`]), the process has to end.
 
+mod copies;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) mod copy_bandwidth;
 mod element;

@@ -41,6 +41,29 @@ fn written<T: Element>(gpu: &Gpu, numbers: &[T]) -> CudaSlice<T> {
     buffer
 }
 
+#[test]
+fn memory_that_is_not_page_locked_is_copied_in_the_order_of_the_stream() {
+    const BLOCK: usize = 1 << 20;
+    let mut group = group(1);
+    on_all(&mut group, |gpu| {
+        let device = gpu.ring.device().clone();
+        for len in [1, BLOCK, BLOCK + 1, 4 * BLOCK - 3] {
+            let mine = part::<f32>(1, len);
+            let (there, mut copy) = (written(gpu, &mine), vec![9.0; len]);
+            device.copy_to_host(&there, &mut copy).unwrap();
+            assert_eq!(copy, mine);
+            let mut into = written(gpu, &part::<f32>(2, len));
+            let stream = device.stream().clone();
+            // All of it fits into the page-locked memory while the stream is busy.
+            let held =
+                (len < 2 * BLOCK).then(|| elasticdl_stand_ins::Hold::on(stream.cu_stream().cast()));
+            device.copy_to_device(&copy, &mut into).unwrap();
+            drop((copy, held));
+            assert_eq!(stream.clone_dtoh(&into).unwrap(), mine);
+        }
+    });
+}
+
 fn sums<T: Element>(gpu: &mut Gpu, path: Path, len: usize) {
     let (rank, world) = (gpu.ring.host().rank(), gpu.ring.host().world_size());
     let mine = part::<T>(rank, len);

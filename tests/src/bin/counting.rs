@@ -15,8 +15,8 @@ use elasticdl::device::{
     self, CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate, DeviceUpdateRule,
 };
 use elasticdl::{
-    BatchRows, Gradients, Ids, Loss, Metrics, Model, NamedTensor, Predictions, RowOptimizer, Table,
-    TableModel, Update, UpdateRule, UserError, report_sum,
+    AdamW, BatchRows, Gradients, Ids, Loss, Metrics, Model, NamedTensor, Optimizer, Predictions,
+    RowOptimizer, Table, TableModel, Update, UpdateRule, UserError, report_sum,
 };
 use elasticdl_tests::cluster::{FIRST_GRADIENT, FIRST_UPDATE};
 use elasticdl_tests::counts_summary;
@@ -96,6 +96,10 @@ struct Counting {
     /// Count in the optimizer's state, of which the parameters are a copy.
     #[arg(long)]
     slots: bool,
+    /// Learn with AdamW and clipping from whole numbers that follow from the parameters' bits:
+    /// their sums are exact in any order, so the result's bits don't depend on the workers.
+    #[arg(long)]
+    learn: bool,
     /// Count in rows of a table, too.
     #[arg(long)]
     tables: bool,
@@ -167,7 +171,12 @@ impl Counting {
 
     /// Adds 1 to the count of each record, in the configured time, and fails at the configured
     /// records.
-    fn count(&mut self, batch: &[u64], counts: &mut [f32]) -> Result<(), UserError> {
+    fn count(
+        &mut self,
+        parameters: &[f32],
+        batch: &[u64],
+        counts: &mut [f32],
+    ) -> Result<(), UserError> {
         log_once(&mut self.has_computed, FIRST_GRADIENT);
         assert!(
             self.micro_batch.is_none_or(|most| batch.len() <= most),
@@ -187,7 +196,12 @@ impl Counting {
             if self.hang_at == Some(*record) {
                 self.hang_if_first();
             }
-            counts[*record as usize] += if self.nan_at == Some(*record) { f32::NAN } else { 1.0 };
+            let at = *record as usize;
+            counts[at] += match self.nan_at {
+                Some(nan_at) if nan_at == *record => f32::NAN,
+                _ if self.learn => (parameters[at].to_bits() % 8 + 1) as f32,
+                _ => 1.0,
+            };
         }
         if self.busy {
             compute(time);
@@ -218,7 +232,7 @@ impl Model for Counting {
 
     fn gradients(
         &mut self,
-        _parameters: &[f32],
+        parameters: &[f32],
         batch: Vec<u64>,
         gradients: &mut Gradients<'_>,
     ) -> Result<Loss, UserError> {
@@ -232,7 +246,7 @@ impl Model for Counting {
             batch.iter().for_each(|record| sums[self.positions[record]] += 1.0);
         }
         if !gradients.is_overlapped() {
-            self.count(&batch, gradients.sum())?;
+            self.count(parameters, &batch, gradients.sum())?;
             self.miscount(batch[0], gradients.sum());
             return Ok(Loss::Sum(batch.len() as f64));
         }
@@ -240,7 +254,7 @@ impl Model for Counting {
         for part in (0..4).rev() {
             let part = part * quarter..(part + 1) * quarter;
             let records = batch.iter().copied().filter(|record| part.contains(&(*record as usize)));
-            self.count(&records.collect::<Vec<_>>(), gradients.sum())?;
+            self.count(parameters, &records.collect::<Vec<_>>(), gradients.sum())?;
             gradients.complete_from(part.start);
         }
         Ok(Loss::Sum(batch.len() as f64))
@@ -268,8 +282,9 @@ impl Model for Counting {
 
     fn optimizer(&self) -> impl UpdateRule {
         let Self { drift_at, slots: has_slots, .. } = *self;
+        let learns = self.learn.then(|| Optimizer::from(AdamW::new(3e-3)).clip_norm(0.1));
         let trace = self.trace.as_ref().map(|folder| folder.join(std::process::id().to_string()));
-        Adding { drift_at, has_updated: self.hurry_when.is_none(), has_slots, trace }
+        Adding { drift_at, has_updated: self.hurry_when.is_none(), has_slots, learns, trace }
     }
 
     /// Metrics `seen`: the fraction of the records that has been absorbed; `loss`: the same for
@@ -357,6 +372,8 @@ struct Adding {
     has_updated: bool,
     /// Whether it adds to the slots, one by one.
     has_slots: bool,
+    /// What it does instead.
+    learns: Option<Optimizer>,
     /// Where the records of each step are noted.
     trace: Option<PathBuf>,
 }
@@ -366,11 +383,15 @@ static TRACED: Mutex<Vec<u64>> = Mutex::new(Vec::new());
 
 impl UpdateRule for Adding {
     fn slots(&self) -> usize {
-        usize::from(self.has_slots)
+        self.learns.as_ref().map_or_else(|| usize::from(self.has_slots), Optimizer::slots)
     }
 
     fn is_elementwise(&self) -> bool {
-        self.has_slots
+        self.has_slots || self.learns.is_some()
+    }
+
+    fn as_optimizer(&self) -> Option<Optimizer> {
+        self.learns
     }
 
     fn apply(&mut self, update: Update<'_>) -> Result<(), UserError> {
@@ -381,6 +402,10 @@ impl UpdateRule for Adding {
             let line = numbers.map(|number| number.to_string()).collect::<Vec<_>>().join(" ");
             let mut file = OpenOptions::new().append(true).create(true).open(trace)?;
             writeln!(file, "{line}")?;
+        }
+        if let Some(optimizer) = self.learns {
+            optimizer.apply(update);
+            return Ok(());
         }
         let counts = if self.has_slots { &mut *update.slots } else { &mut *update.parameters };
         counts.iter_mut().zip(update.sum).for_each(|(count, sum)| *count += sum);
@@ -412,10 +437,14 @@ impl DeviceModel for Counting {
 
     fn gradients(
         &mut self,
-        _parameters: &CudaSlice<f32>,
+        parameters: &CudaSlice<f32>,
         batch: Vec<u64>,
         gradients: &mut DeviceGradients<'_>,
     ) -> Result<Loss, UserError> {
+        let parameters = match self.learn {
+            true => parameters.stream().clone_dtoh(parameters)?,
+            false => Vec::new(),
+        };
         report_sum("seen", batch.len() as f64);
         let parts = if gradients.is_overlapped() { 4 } else { 1 };
         let part_len = self.parameter_count().div_ceil(parts);
@@ -424,7 +453,7 @@ impl DeviceModel for Counting {
             let end = self.parameter_count().min((part + 1) * part_len);
             let part = end.min(part * part_len)..end;
             let records = batch.iter().copied().filter(|record| part.contains(&(*record as usize)));
-            self.count(&records.collect::<Vec<_>>(), &mut counts)?;
+            self.count(&parameters, &records.collect::<Vec<_>>(), &mut counts)?;
             if !part.is_empty() {
                 let counts =
                     DeviceModel::device(self).stream().clone_htod(&counts[part.clone()])?;
@@ -446,7 +475,7 @@ impl DeviceModel for Counting {
     }
 
     fn update_rule(&mut self) -> Option<&mut dyn DeviceUpdateRule> {
-        Some(self)
+        (!self.learn).then_some(self as _)
     }
 }
 
@@ -459,7 +488,13 @@ impl DeviceUpdateRule for Counting {
         let (stream, records) = (update.sum.stream().clone(), update.records);
         let mut parameters = stream.clone_dtoh(update.parameters)?;
         let sum = stream.clone_dtoh(update.sum)?;
-        rule.apply(Update::new(update.step, records, &sum, &mut parameters, &mut []))?;
+        // Without slots, there is memory for one.
+        let mut slots = stream.clone_dtoh(update.slots)?;
+        slots.truncate(rule.slots() * sum.len());
+        rule.apply(Update::new(update.step, records, &sum, &mut parameters, &mut slots))?;
+        if !slots.is_empty() {
+            stream.memcpy_htod(&slots, update.slots)?;
+        }
         Ok(stream.memcpy_htod(&parameters, update.parameters)?)
     }
 }

@@ -84,6 +84,91 @@ fn fixture(workers: u32) -> JobFixture {
     JobFixture { program_options: &["--slots"], parameters: 12_000, ..fixture }
 }
 
+/// The same on GPUs, or not.
+fn fixture_on(is_gpu: bool, workers: u32) -> JobFixture {
+    JobFixture { gpu: is_gpu.then(elasticdl_stand_ins::folder), ..fixture(workers) }
+}
+
+/// A job that learns from sums that are exact.
+fn learning_on(is_gpu: bool, workers: u32) -> JobFixture {
+    JobFixture { program_options: &["--learn"], ..fixture_on(is_gpu, workers) }
+}
+
+/// Asserts that a job has the bits of a worker that holds all of the state, on a CPU.
+fn assert_learned_on_cpu(ended: &Ended) {
+    static DIGEST: OnceLock<String> = OnceLock::new();
+    let expected = DIGEST.get_or_init(|| {
+        let on_cpu = JobFixture { micros_per_record: 0, ..learning_on(false, 1) };
+        digest(&on_cpu.command(1).run())
+    });
+    ended.assert_outcome(0, "completed");
+    assert_eq!(digest(ended), *expected, "{}", ended.output);
+    let summary = ended.summary();
+    assert_eq!((summary.rows_lost, summary.state_lost), (None, None), "{}", ended.output);
+}
+
+#[test]
+fn workers_on_gpus_train_the_bits_of_a_worker_on_a_cpu_with_and_without_the_option() {
+    for (workers, shards) in [(2, false), (1, true), (2, true), (3, true)] {
+        let fixture = JobFixture { micros_per_record: 0, ..learning_on(true, workers) };
+        let command = fixture.command(1);
+        let ended = if shards { command.flag("shard-optimizer") } else { command }.run();
+        assert_learned_on_cpu(&ended);
+        let transport = ended.summary().allreduce_transport.clone().unwrap_or_default();
+        let says = transport.contains("where --shard-optimizer has the optimizer's state");
+        assert_eq!(says, shards && workers > 1, "{transport}");
+    }
+}
+
+#[test]
+fn so_do_workers_on_gpus_that_are_killed_join_and_leave() {
+    let fixture = learning_on(true, 3).lasting();
+    let command = fixture.command(1).flag("shard-optimizer");
+    let mut job = command.start().keeping(fixture.folder);
+    job.wait_for_work_of(3);
+    for _ in 0..2 {
+        let (worker, pid) = job.members()[0];
+        send(pid, Signal::KILL);
+        job.wait_for_members_without(3, &[worker]);
+        job.wait_for_next_step();
+    }
+    for workers in [5, 2] {
+        job.scale(workers);
+        job.wait_for_work_of(workers as usize);
+        job.wait_for_next_step();
+    }
+    job.hurry();
+    assert_learned_on_cpu(&job.wait());
+}
+
+#[test]
+fn so_do_jobs_that_go_on_from_checkpoints_of_either_mode_on_either_device() {
+    let with = |command: Command, shards| match shards {
+        true => command.flag("shard-optimizer"),
+        false => command,
+    };
+    for (is_gpu, shards) in [(true, true), (false, false)] {
+        let first = learning_on(is_gpu, 3).lasting();
+        let dir = first.folder.path().join("checkpoints");
+        let command = with(first.command(1), shards).option("checkpoint-dir", &dir);
+        let mut job = command.option("checkpoint-every", "15").start();
+        if shards {
+            // The group goes back to one that it has written, if it has lost both copies.
+            let step = job.wait_for_checkpoints(1).step;
+            job.workers().into_values().take(2).for_each(|pid| send(pid, Signal::KILL));
+            job.wait_for("steps after the loss", |status| status.step > step + 20);
+        }
+        job.wait_for_checkpoints(1);
+        job.signal(Signal::TERM);
+        job.wait().assert_outcome(143, "stopped");
+        for (workers, is_gpu, shards) in [(2, true, true), (1, false, true), (2, true, false)] {
+            let next = JobFixture { micros_per_record: 0, ..learning_on(is_gpu, workers) };
+            let command = with(next.command(1), shards).option("resume-from", &dir);
+            assert_learned_on_cpu(&command.run());
+        }
+    }
+}
+
 fn command(fixture: &JobFixture, dir: &Path) -> Command {
     let command = fixture.command(1).option("checkpoint-dir", dir);
     command.option("checkpoint-every", "15").flag("shard-optimizer")
@@ -138,16 +223,18 @@ fn a_job_goes_on_from_the_checkpoints_of_either_mode_with_another_number_of_work
 #[test]
 fn a_step_that_is_not_finite_is_skipped_by_workers_without_its_chunk_too() {
     let program_options = &["--slots", "--nan-at", "100"];
-    let fixture = JobFixture { program_options, micros_per_record: 0, ..fixture(3) };
-    let export = fixture.path("model.safetensors");
-    let command = fixture.command(1).option("checkpoint-dir", "none").option("export", &export);
-    let ended = command.flag("shard-optimizer").option("on-nonfinite", "skip").run();
-    ended.assert_outcome(0, "completed");
-    let total = fixture.records * fixture.epochs;
-    let summary = ended.summary();
-    assert_eq!((summary.steps_skipped, summary.records), (fixture.epochs, each_once(total)));
-    let counted: f32 = exported_counts(&export).iter().sum();
-    assert_eq!(counted as u64, total - fixture.epochs * fixture.global_batch_size);
+    for is_gpu in [false, true] {
+        let fixture = JobFixture { program_options, micros_per_record: 0, ..fixture_on(is_gpu, 3) };
+        let export = fixture.path("model.safetensors");
+        let command = fixture.command(1).option("checkpoint-dir", "none").option("export", &export);
+        let ended = command.flag("shard-optimizer").option("on-nonfinite", "skip").run();
+        ended.assert_outcome(0, "completed");
+        let total = fixture.records * fixture.epochs;
+        let summary = ended.summary();
+        assert_eq!((summary.steps_skipped, summary.records), (fixture.epochs, each_once(total)));
+        let counted: f32 = exported_counts(&export).iter().sum();
+        assert_eq!(counted as u64, total - fixture.epochs * fixture.global_batch_size);
+    }
 }
 
 #[test]

@@ -159,7 +159,7 @@ impl Core {
     /// of floats; with `division`, the number of parameters without state and the floats of state
     /// of each other one, those beside these. `clipped_from`: the first element of the gradient
     /// that counts in `norm()`. `on_gpu`: memory of the program there; the memory on the host is
-    /// then empty. `sources`: the program's files, by names that are the same on all workers.
+    /// then empty, unless there is a `division`. `sources`: the program's files, by names that are the same on all workers.
     #[expect(clippy::too_many_arguments, reason = "the arguments have names in Python")]
     #[pyo3(signature = (
         *, records, tensors, tables, state, division, clipped_from, micro_batch, absorbed,
@@ -217,17 +217,16 @@ impl Core {
                 return Err(PyRuntimeError::new_err("a job trains one model, once"));
             }
         };
-        let lengths = match on_gpu {
-            Some(_) => [0; 3],
-            None => [parameters, gradients, state],
-        };
+        let is_on_host = on_gpu.is_none() || division.is_some();
+        let lengths = if is_on_host { [parameters, gradients, state] } else { [0; 3] };
         let [parameters, gradient, state] = py.detach(|| lengths.map(Floats::new));
+        let on_host = || {
+            let (parameters, slots) = (parameters.for_trainer(), state.for_trainer());
+            StateMemory { parameters, slots }
+        };
         let memory = match on_gpu {
-            Some(memory) => Memory::Device(memory.into_trainer()),
-            None => {
-                let (parameters, slots) = (parameters.for_trainer(), state.for_trainer());
-                Memory::Host(StateMemory { parameters, slots })
-            }
+            Some(memory) => Memory::Device(memory.into_trainer(), is_on_host.then(on_host)),
+            None => Memory::Host(on_host()),
         };
         let driver = Driver::new(worker, shape, memory, micro_batch);
         let watch = driver.watch();

@@ -20,6 +20,7 @@ pub(crate) struct GpuMemory {
     parameters: u64,
     /// The optimizer state.
     state: u64,
+    /// With a divided optimizer, the first alone is used.
     gradients: [u64; 2],
     /// Keeps the memory.
     owner: Py<PyAny>,

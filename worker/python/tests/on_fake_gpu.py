@@ -27,7 +27,7 @@ class FakeGpu(_place.OnGpu):
         super().__init__(device)
         Synchronized.place = self
 
-    def mirror(self, memory):
+    def pinned(self, memory):
         return FakeMirror(memory)
 
 

@@ -2,11 +2,13 @@
 
 import importlib.util
 import os
+import pathlib
 import random
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import unittest
 
 if importlib.util.find_spec("torch") is None:
@@ -111,6 +113,27 @@ class Gpu(unittest.TestCase):
             ) as job:
                 summary = self.check_exact(job)
                 self.assertNotIn("NCCL 2", summary["allreduce_transport"])
+
+    def test_a_divided_optimizer_counts_once_under_a_kill(self):
+        options = ["--min-workers", "2", "--shard-optimizer"]
+        with self.job("count_torch.py", 8000, "{job}/counts", 0, options=options) as job:
+            self.assertEqual(job.survive_some(0, most=1), 1, "too fast to be disturbed")
+            summary = self.check_exact(job)
+        transport = summary["allreduce_transport"]
+        self.assertIn("from GPUs by way of the hosts' memory, where --shard-optimizer", transport)
+
+    def test_a_divided_optimizer_trains_the_bits_of_one_on_a_cpu(self):
+        options = {"workers": 1, "batch": 40}
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "ends"
+            path.write_text("")
+            sharded = {**options, "options": ["--shard-optimizer"]}
+            with RunningJob([HERE / "sharded.py", 0, path], **sharded) as job:
+                self.assertEqual(job.wait(), 0, job.text())
+            with self.job("sharded.py", path, records=0, **sharded) as job:
+                self.assertEqual(job.wait(), 0, job.text())
+            on_cpu, on_gpu = path.read_text().splitlines()
+        self.assertEqual(on_gpu, on_cpu)
 
     def test_rows_of_tables_count_touches_under_a_kill(self):
         options = ["--min-workers", "2", "--validation-data", "all", "--best-metric", "users:max"]

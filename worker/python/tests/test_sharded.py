@@ -73,7 +73,7 @@ class Optimizers(unittest.TestCase):
         def refusal(kind, **settings):
             net = torch.nn.Linear(3, 3)
             with self.assertRaises(ValueError) as refused:
-                Chunks(kind(net.parameters(), **settings), OnHost(), False)
+                Chunks(kind(net.parameters(), **settings), False)
             self.assertIn("--shard-optimizer can't be used", str(refused.exception))
             return str(refused.exception)
 
@@ -90,11 +90,11 @@ class Optimizers(unittest.TestCase):
             opt = kind([parameter])
             opt.step()
             with self.assertRaisesRegex(ValueError, "load_state_dict"):
-                Chunks(opt, OnHost(), False)
+                Chunks(opt, False)
         opt = optim.Adam([parameter])
         opt.register_step_post_hook(print)
         with self.assertRaisesRegex(ValueError, "hooks"):
-            Chunks(opt, OnHost(), False)
+            Chunks(opt, False)
 
 
 class Half:
@@ -103,7 +103,7 @@ class Half:
     def __init__(self, make, parameters, at):
         self.make, self.parameters, self.at = make, parameters, at
         self.optimizer = optimizer = make([p.requires_grad_() for p in parameters])
-        self.chunks = Chunks(optimizer, OnHost(), False)
+        self.chunks = Chunks(optimizer, False)
         sizes = [p.numel() for p in parameters]
         self.end = FIRST + sum(sizes)
         self.values = torch.zeros(self.end)

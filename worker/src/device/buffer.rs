@@ -30,7 +30,8 @@ pub struct Addresses {
     pub parameters: u64,
     /// Optimizer state: `[slots · parameters]`, at least one.
     pub slots: u64,
-    /// Two buffers of `[parameters]`, for gradients and sums.
+    /// Two buffers of `[parameters]`, for gradients and sums. If a program's optimizer is
+    /// [divided](crate::external::Shape::division), the first alone is used.
     pub gradients: [u64; 2],
 }
 

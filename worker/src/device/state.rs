@@ -61,14 +61,11 @@ impl DeviceState {
     ) -> Result<Self, String> {
         relax_capture_mode();
         let kernels = Kernels::new(device)?;
-        let zeros = |len: usize| {
-            let floats = device.stream().alloc_zeros::<f32>(len.max(1)).map(Buffer::own);
-            floats.map_err(|error| format!("not enough GPU memory for {len} more floats: {error}"))
-        };
         let ModelSize { parameters, slots: slots_len } = size;
         let (values, slots, [gradient, reduced]) = match memory {
             Some(memory) => memory.buffers(parameters, slots_len),
             None => {
+                let zeros = |len| zeros(device, len);
                 let gradients = [zeros(parameters)?, zeros(parameters)?];
                 (zeros(parameters)?, zeros(slots_len)?, gradients)
             }
@@ -96,6 +93,28 @@ impl DeviceState {
             copies: Mutex::new(HostCopies::new(device.stream())),
             device: device.clone(),
         })
+    }
+
+    /// Buffers for the parameters and the gradient alone: the gradient is summed, and the
+    /// parameters are updated, on the host.
+    ///
+    /// # Errors
+    /// As for [`new`](Self::new).
+    pub(crate) fn of_computation(
+        device: &Device,
+        parameters: usize,
+        memory: Option<DeviceMemory>,
+    ) -> Result<Self, String> {
+        let nothing = ModelSize { parameters: 0, slots: 0 };
+        let state = Self::new(device, nothing, WireDtype::F32, None)?;
+        let (parameters, gradient) = match memory {
+            Some(memory) => {
+                let (values, _, [gradient, _]) = memory.buffers(parameters, 0);
+                (values, gradient)
+            }
+            None => (zeros(device, parameters)?, zeros(device, parameters)?),
+        };
+        Ok(Self { parameters, gradient, ..state })
     }
 
     pub(crate) fn size(&self) -> ModelSize {
@@ -206,14 +225,17 @@ impl DeviceState {
 
     /// Overwrites a tensor with values of the host.
     pub(crate) fn load(&mut self, tensor: Tensor, floats: &[f32]) -> Result<(), DeviceError> {
-        let stream = self.stream().clone();
+        let device = self.device.clone();
         let slice = self.slice(tensor)?;
-        if !floats.is_empty() {
-            stream.memcpy_htod(floats, slice).map_err(cuda("copy from the host"))?;
-            // The caller may drop `floats` after the return.
-            stream.synchronize().map_err(cuda("copy from the host"))?;
+        if floats.is_empty() {
+            return Ok(());
         }
-        Ok(())
+        device.copy_to_device(floats, slice)
+    }
+
+    /// Copies the gradient to the host, and waits for it.
+    pub(crate) fn gradient_to_host(&self, to: &mut [f32]) -> Result<(), DeviceError> {
+        self.device.copy_to_host(&*self.gradient, to)
     }
 
     /// Overwrites a part of a tensor, starting at element `at`, with values of the host.
@@ -365,6 +387,12 @@ impl DeviceState {
 
 #[cfg(feature = "simulation")]
 pub mod layer_times;
+/// Zeros in the memory of a GPU; at least one.
+fn zeros(device: &Device, len: usize) -> Result<Buffer, String> {
+    let floats = device.stream().alloc_zeros::<f32>(len.max(1)).map(Buffer::own);
+    floats.map_err(|error| format!("not enough GPU memory for {len} more floats: {error}"))
+}
+
 /// The buckets that NCCL sums of a gradient of `len` elements.
 fn nccl_buckets(len: usize, bucket_len: usize, is_rounded: bool) -> MergedBuckets {
     let element_bytes = if is_rounded { size_of::<bf16>() } else { size_of::<f32>() };

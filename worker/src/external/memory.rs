@@ -7,9 +7,11 @@ use crate::state_buffer::StateMemory;
 /// Where a program wants its parameters and optimizer state to be.
 #[derive(Debug)]
 pub enum Memory {
-    /// In memory of the program on its GPU, with its gradients.
+    /// In memory of the program on its GPU, with its gradients. If the optimizer's state is
+    /// [divided](super::Shape::division), only what the program computes with: the state is in its
+    /// memory on the host.
     #[cfg(feature = "gpu")]
-    Device(DeviceMemory),
+    Device(DeviceMemory, Option<StateMemory>),
     /// In memory of the program on the host.
     Host(StateMemory),
     /// Wherever the trainer keeps them on the host.
@@ -30,9 +32,9 @@ impl From<Memory> for Taken {
     fn from(memory: Memory) -> Self {
         match memory {
             #[cfg(feature = "gpu")]
-            Memory::Device(memory) => {
+            Memory::Device(memory, host) => {
                 let device = Some(memory.device().clone());
-                Self { host: None, on_device: Some(memory), device }
+                Self { host, on_device: Some(memory), device }
             }
             Memory::Host(memory) => {
                 let mut taken = Self::default();

@@ -14,6 +14,8 @@ use super::export_best;
 use crate::audit::check_audited;
 use crate::checkpoint::BestMetric;
 use crate::control::Control;
+#[cfg(feature = "gpu")]
+use crate::device::{Device, DeviceState};
 use crate::donor::{Donor, PART_FLOATS_MAX, TRANSFER_IDLE_TIMEOUT};
 use crate::environment::Environment;
 use crate::exact_sum::ExactSum;
@@ -103,13 +105,9 @@ impl Training<'_> {
         let on_host = |state| Tensors::Host { group: None, state };
         let tensors = match shards {
             true if is_half => on_host(HostState::sharded_half(size.parameters)),
-            true => on_host(match model.as_bridge().and_then(Bridge::take_memory) {
-                Some(memory) => HostState::sharded_in_memory(memory),
-                None => HostState::sharded(size.parameters),
-            }),
+            true => on_host(sharded_state(&mut model, size.parameters)?),
             false => tensors_on(&mut model, size, options.wire_dtype)?,
         };
-        let computes_on_gpu = matches!(tensors, Tensors::Device { .. });
         let exact = exact_sum(options, &tensors).map_err(Failure::fatal)?;
         let places = ExportPlaces {
             last: export.cloned(),
@@ -117,7 +115,7 @@ impl Training<'_> {
             run: checkpoints.run.clone(),
             fallback: environment.job_dir.clone().map(PathBuf::from),
         };
-        let mut session = Session::new(worker, plan).on_gpu(computes_on_gpu).of(origin);
+        let mut session = Session::new(worker, plan).on_gpu(tensors.is_on_gpu()).of(origin);
         session.ready(size.parameters as u64);
         let machine: Arc<dyn Machine> = Arc::new(System);
         check_options(&specs, options).map_err(Failure::fatal)?;
@@ -208,9 +206,7 @@ fn check_sharding<M: Model>(
     tables: &[Table],
 ) -> Result<(), String> {
     let is_divided = model.as_bridge().map(|bridge| bridge.division().is_some());
-    let why = if is_on_gpu(model) {
-        "the model computes on a GPU, which holds the optimizer's state"
-    } else if is_divided == Some(false) {
+    let why = if is_divided == Some(false) {
         "a program without an optimizer of PyTorch keeps its state in arrays of its own"
     } else if !tables.is_empty() {
         "the model has tables, whose rows are divided by themselves"
@@ -225,8 +221,10 @@ fn check_sharding<M: Model>(
 
 /// The model computes with parameters in bf16 from here on.
 fn begin_half<M: Model>(model: &mut M, shards_optimizer: bool) -> Result<(), String> {
+    let is_on_gpu = is_on_gpu(model);
     let why = match model.as_half_model() {
         _ if !shards_optimizer => "it needs --shard-optimizer",
+        _ if is_on_gpu => "the model computes on a GPU",
         Some(half) => return call_user("build()", || half.begin()),
         None => "only candle models have parameters of that type",
     };
@@ -249,16 +247,11 @@ fn tensors_on<M: Model>(
     #[cfg_attr(not(feature = "gpu"), expect(unused))] wire: WireDtype,
 ) -> Result<Tensors, Failure> {
     #[cfg(feature = "gpu")]
-    {
-        let gpu = call_user("as_device_model()", || {
-            Ok(model.as_device_model().map(|on_gpu| on_gpu.device().clone()))
-        });
-        if let Some(gpu) = gpu.map_err(Failure::fatal)? {
-            let memory = model.as_bridge().and_then(Bridge::take_device_memory);
-            let state = crate::device::DeviceState::new(&gpu, size, wire, memory);
-            let state = Box::new(state.map_err(Failure::local)?);
-            return Ok(Tensors::Device { group: None, state, nccl: crate::trainer::nccl_policy() });
-        }
+    if let Some(gpu) = gpu_of(model)? {
+        let memory = model.as_bridge().and_then(Bridge::take_device_memory);
+        let state = DeviceState::new(&gpu, size, wire, memory);
+        let state = Box::new(state.map_err(Failure::local)?);
+        return Ok(Tensors::Device { group: None, state, nccl: crate::trainer::nccl_policy() });
     }
     let state = match model.as_bridge().and_then(Bridge::take_memory) {
         Some(memory) => HostState::in_memory(memory),
@@ -267,17 +260,42 @@ fn tensors_on<M: Model>(
     Ok(Tensors::Host { group: None, state })
 }
 
+/// The buffers of a worker that has a part of the optimizer's state: they are on the host, apart
+/// from those that a model on a GPU computes with.
+fn sharded_state<M: Model>(model: &mut M, parameters: usize) -> Result<HostState, Failure> {
+    let state = match model.as_bridge().and_then(Bridge::take_memory) {
+        Some(memory) => HostState::sharded_in_memory(memory),
+        None => HostState::sharded(parameters),
+    };
+    #[cfg(feature = "gpu")]
+    if let Some(gpu) = gpu_of(model)? {
+        let memory = model.as_bridge().and_then(Bridge::take_device_memory);
+        let buffers = DeviceState::of_computation(&gpu, parameters, memory);
+        return Ok(state.computing_on(buffers.map_err(Failure::local)?));
+    }
+    Ok(state)
+}
+
+/// The GPU that the model computes on, if it does.
+#[cfg(feature = "gpu")]
+fn gpu_of<M: Model>(model: &mut M) -> Result<Option<Device>, Failure> {
+    let gpu = call_user("as_device_model()", || {
+        Ok(model.as_device_model().map(|on_gpu| on_gpu.device().clone()))
+    });
+    gpu.map_err(Failure::fatal)
+}
+
 /// The sum of a job whose results do not depend on its workers; `None` for other jobs.
 fn exact_sum(options: &WorkerOptions, tensors: &Tensors) -> Result<Option<ExactSum>, String> {
     let Some((_, micro_batches)) = options.check_deterministic()? else { return Ok(None) };
-    match tensors {
-        Tensors::Host { state, .. } => Ok(Some(ExactSum::new(state.gradient.len(), micro_batches))),
-        Tensors::Device { .. } => {
-            Err("--deterministic: this model computes on a GPU, whose results \
-                                   can differ from one run to the next; train it on CPUs"
-                .into())
-        }
+    if tensors.is_on_gpu() {
+        return Err(
+            "--deterministic: this model computes on a GPU, whose results can differ from \
+                    one run to the next; train it on CPUs"
+                .into(),
+        );
     }
+    Ok(Some(ExactSum::new(tensors.size().parameters, micro_batches)))
 }
 
 /// Lower bound of the timeout for the dial of a donor: a lost first packet is sent again after a

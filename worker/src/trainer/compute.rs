@@ -21,7 +21,7 @@ use crate::metrics;
 use crate::model::Model;
 use crate::prefetch::Taken;
 use crate::session::Computed;
-use crate::tensors::{HostState, Tensors};
+use crate::tensors::{HostState, Place};
 
 impl<M: Model> Trainer<'_, M> {
     /// Adds the gradient of the records of `ranges` to that of this rank's part of the step.
@@ -111,6 +111,7 @@ impl<M: Model> Trainer<'_, M> {
     /// The pending gradient contains the work.
     pub(super) fn computed(&mut self, work: Work) -> Result<(), Failure> {
         let Work { loss_sum, busy, input, row_touches, unread } = work;
+        self.tensors.end_gradient()?;
         let metrics = metrics::take_reported().map_err(Failure::fatal)?;
         let discarded = self.model.as_bridge().map_or(Duration::ZERO, Bridge::take_discarded);
         let tally = self.model.as_bridge().map(Bridge::take_tally).unwrap_or_default();
@@ -161,12 +162,12 @@ impl<M: Model> Trainer<'_, M> {
         let (model, tensors) = (&mut self.model, &mut self.tensors);
         let keys = RecordKeys::new(self.seed, positions);
         // All ranks see a non-finite loss in this rank's header.
-        let compute = || match tensors {
-            Tensors::Device { state, .. } => {
+        let compute = || match tensors.place()? {
+            Place::Gpu(state) => {
                 let (parameters, mut gradient) = state.gradient(count, rows);
                 device_of(model)?.gradients(parameters, batch, &mut gradient)
             }
-            Tensors::Host { state: HostState { parameters, gradient, .. }, .. } => {
+            Place::Host(HostState { parameters, gradient, .. }) => {
                 let gradient = self.exact.as_mut().and_then(ExactSum::last).unwrap_or(gradient);
                 let mut gradients = Gradients::of(gradient, count, keys).with_rows(rows);
                 model.gradients(parameters, batch, &mut gradients)

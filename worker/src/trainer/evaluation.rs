@@ -19,7 +19,7 @@ use crate::ordered_reader::ReadError;
 use crate::session::evaluation::Scores;
 use crate::session::halt::{Halt, Reason};
 use crate::session::header;
-use crate::tensors::Tensors;
+use crate::tensors::Place;
 
 impl<M: Model> Trainer<'_, M> {
     /// Evaluates these blocks and exchanges the scores with the other ranks. If the model or the
@@ -169,11 +169,11 @@ impl<M: Model> Trainer<'_, M> {
     ) -> Result<(), String> {
         let (model, tensors) = (&mut self.model, &mut self.tensors);
         let mut metrics = Metrics::new(sums, count).with_rows(rows);
-        call_user("evaluate()", || match tensors {
-            Tensors::Device { state, .. } => {
+        call_user("evaluate()", || match tensors.place()? {
+            Place::Gpu(state) => {
                 device_of(model)?.evaluate(state.parameters(), batch, &mut metrics)
             }
-            Tensors::Host { state, .. } => model.evaluate(&state.parameters, batch, &mut metrics),
+            Place::Host(state) => model.evaluate(&state.parameters, batch, &mut metrics),
         })
     }
 }

@@ -100,7 +100,10 @@ fn describe_transport(
         return Some("none: one worker".into());
     }
     let host = group.describe();
-    let Tensors::Device { group: Some(group), nccl, .. } = tensors else { return Some(host) };
+    let Tensors::Device { group: Some(group), nccl, .. } = tensors else {
+        let is_on_gpu = tensors.is_on_gpu();
+        return Some(if is_on_gpu { format!("{host}, from GPUs by {HOSTS}") } else { host });
+    };
     let why = match (path, nccl, obstacle, group.nccl_state()) {
         (Path::Nccl, NcclPolicy::On(library, _), ..) => {
             let version = library.version();
@@ -116,3 +119,6 @@ fn describe_transport(
     };
     Some(format!("{host}, from GPUs by way of the hosts' memory; {why}"))
 }
+
+/// Where gradients are summed with `--shard-optimizer`.
+const HOSTS: &str = "way of the hosts' memory, where --shard-optimizer has the optimizer's state";

@@ -33,7 +33,7 @@ impl<M: Model> Trainer<'_, M> {
         let is_over_nccl = self.session.transport() == Transport::Nccl;
         let (model, count) = (&mut self.model, records.len());
         let (computed, summed) = match &mut self.tensors {
-            Tensors::Host { group: Some(group), state } if has_peers => {
+            Tensors::Host { group: Some(group), state } if has_peers && !state.is_on_gpu() => {
                 let Some(group) = group.host_mut() else {
                     return Ok((self.gradients(records, positions)?, took()));
                 };

@@ -1,6 +1,7 @@
 //! A sharded optimizer on the trainer: each rank holds the optimizer's state of some chunks of the
 //! parameters, and all parameters. If these are in bf16, in a model's memory, the chunks also have
-//! the f32 parameters that are updated, the masters.
+//! the f32 parameters that are updated, the masters. All of it is on the host: a model on a GPU
+//! computes with a copy of the parameters, and its gradient is copied back.
 //!
 //! ```text
 //!   compute ── sums of the rank's chunks, per bucket ──► staged
@@ -515,6 +516,8 @@ impl<M: Model> Trainer<'_, M> {
                 sharded.gather(&mut **group, &mut replica, in_round)?;
             }
         }
+        // A program looks at the parameters, also at those on its GPU.
+        state.place()?;
         let is_updated = mem::take(&mut sharded.is_updated);
         let loads = mem::take(&mut sharded.is_new_to_program);
         if let Some(bridge) = self.model.as_bridge().filter(|_| is_updated || loads) {

@@ -2,7 +2,7 @@
 
 The trainer cuts the flat memory of the parameters into chunks, and each worker holds the state of
 some. An update changes these alone; the parameters of the others come from the workers that hold
-their state::
+their state. All of it is on the host, where a module on a GPU has a copy of its parameters::
 
     buffers | frozen parameters | a | b              | c   |  parameters, in the order of the module
     ........................ chunk 1 ....| chunk 2 ..|....    the pieces of b: of chunks 1, 2 and 3
@@ -25,8 +25,8 @@ from ._place import at_address
 class Chunks:
     """The chunks of this worker, of one optimizer."""
 
-    def __init__(self, optimizer, place, unfreezes):
-        reason = _obstacle(optimizer, place)
+    def __init__(self, optimizer, unfreezes):
+        reason = _obstacle(optimizer)
         if reason is not None:
             raise ValueError(
                 f"--shard-optimizer can't be used for this program: {reason}; or train it without "
@@ -53,7 +53,7 @@ class Chunks:
         return len(self._slots)
 
     def bind(self, values, buffer_len, first, parameters):
-        """Uses this flat memory, in which ``parameters`` are from ``first`` on."""
+        """Uses this flat memory of the host, in which ``parameters`` are from ``first`` on."""
         self._values, self._buffer_len, self._first = values, buffer_len, first
         self._parameters, self._starts = parameters, [first]
         for parameter in parameters:
@@ -138,11 +138,9 @@ class Chunks:
         return state
 
 
-def _obstacle(optimizer, place):
+def _obstacle(optimizer):
     """Why the state of an optimizer can't be divided, and what to do; None if it can."""
     kind = type(optimizer)
-    if place.on_gpu is not None or place.device.type != "cpu":
-        return "the module is on a GPU, which holds the optimizer's state; train it on CPUs"
     if kind not in _ELEMENTWISE:
         known = ", ".join(each.__name__ for each in _ELEMENTWISE)
         return (
@@ -155,6 +153,11 @@ def _obstacle(optimizer, place):
                 f"with {name}=True, what {kind.__name__} makes of an element depends on where it "
                 f"is; set {name}=False"
             )
+    for name, value in (pair for group in optimizer.param_groups for pair in group.items()):
+        if name == "capturable" and value:
+            return "the update is on the host, for which capturable=True is not; set it to False"
+        if torch.is_tensor(value) and value.device.type != "cpu":
+            return f"the update is on the host, and {name} is a tensor on a GPU; give a number"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "the optimizer has hooks, which would see a part of its parameters; remove them"
     if optimizer.state and not _is_at_start(optimizer):

@@ -32,12 +32,16 @@ class OnHost:
     # How the trainer works on a GPU.
     on_gpu = None
 
-    def allocate(self, parameters, state):
+    def allocate(self, parameters, state, *, is_divided):
         """The trainer allocates it."""
 
     def bind(self, memory):
         """Returns the parameters and the state, with the memory of the trainer."""
         return _tensor(memory.parameters), _tensor(memory.state)
+
+    def updated(self, memory, values):
+        """The parameters that chunks update: the same."""
+        return values
 
     def flats(self):
         """Gradients of the trainer by address; others are found as they come."""
@@ -86,16 +90,20 @@ class OnGpu:
         if torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
             torch.cuda.set_stream(self._stream)
 
-    def allocate(self, parameters, state):
-        """Allocates the parameters, the state, and two gradients."""
+    def allocate(self, parameters, state, *, is_divided):
+        """Allocates the parameters, the state, and two gradients. ``is_divided``: the optimizer's
+        state is divided over the workers; then it is on the host, where the gradient is summed and
+        the parameters are updated, and there is one gradient here."""
+        self._is_divided = is_divided
         self._parameters = self.zeros(parameters)
-        self._state = self.zeros(max(1, state))
-        self._gradients = [self.zeros(parameters) for _ in range(2)]
+        self._state = self.zeros(1 if is_divided else max(1, state))
+        self._gradients = [self.zeros(parameters) for _ in range(1 if is_divided else 2)]
+        first, last = self._gradients[0], self._gradients[-1]
         self.on_gpu = GpuMemory(
             gpu=self._gpu,
             parameters=self._parameters.data_ptr(),
             state=self._state.data_ptr(),
-            gradients=[gradient.data_ptr() for gradient in self._gradients],
+            gradients=[first.data_ptr(), last.data_ptr()],
             owner=self,
         )
 
@@ -105,7 +113,11 @@ class OnGpu:
 
     def bind(self, memory):
         """Returns the parameters and the state."""
-        return self._parameters, self._state
+        return self._parameters, _tensor(memory.state) if self._is_divided else self._state
+
+    def updated(self, memory, values):
+        """The parameters that chunks update, from which the trainer copies to those on the GPU."""
+        return _tensor(memory.parameters)
 
     def flats(self):
         """Gradients of the trainer by address."""
@@ -117,6 +129,10 @@ class OnGpu:
 
     def mirror(self, memory):
         """Memory of the host that is copied to a part of the state."""
+        return Mirror(memory) if self._is_divided else self.pinned(memory)
+
+    def pinned(self, memory):
+        """Memory of the host in the place of a part of the state on the GPU."""
         return PinnedMirror(memory)
 
     def on_stream(self, used=None):

@@ -146,7 +146,8 @@ class State:
         return number
 
     def _copied(self, number):
-        return self._tensors[number].view.clone()
+        entry = self._tensors[number]
+        return entry.view.clone().to(entry.device)
 
     def _encoded(self, number_of):
         groups = []
@@ -175,6 +176,7 @@ class _Entry:
             raise ValueError(
                 f"the optimizer's state {name!r} must be dense, and on the CPU or on {device}"
             )
+        self.device = value.device if self.is_tensor else None
         self.is_on_host = not self.is_tensor or value.device == _HOST
         self.bytes = value.numel() * value.element_size() if self.is_tensor else 8
 

@@ -165,7 +165,7 @@ class Training:
         if options.shards_optimizer:
             if len(self._clipped) > 1 or job._scaler is not None or job._rows.declared():
                 raise ValueError(_ONE_SHARDED)
-            self._chunks = Chunks(self._inner, place_of(job._net), self._unfreezes)
+            self._chunks = Chunks(self._inner, self._unfreezes)
         # The sum is the same however it is divided, and so is its norm.
         is_exact = options.is_deterministic or options.shards_optimizer
         clip_norm = self._clipped[0][1] if len(self._clipped) == 1 else None
@@ -207,7 +207,7 @@ class Training:
         if self._chunks is not None:
             division, of_whole = (first, self._chunks.slots), self._chunks.twin
         self._state = State(of_whole, objects, self._place, self._unfreezes, groups)
-        self._place.allocate(total, self._state.floats)
+        self._place.allocate(total, self._state.floats, is_divided=division is not None)
         calls = Calls(
             initialize=self._initialize,
             update=self._update,
@@ -267,7 +267,8 @@ class Training:
             scaler=self._job._scaler,
         )
         if self._chunks is not None:
-            self._chunks.bind(self._values, self._buffer_len, start, parameters)
+            updated = self._place.updated(self._worker.started, self._values)
+            self._chunks.bind(updated, self._buffer_len, start, parameters)
             return
         # The gradient of a step, for the optimizer.
         self._mean = torch.empty(at - start, device=self._place.device)

@@ -9,6 +9,7 @@ use elasticdl_collective::{Endpoint, EndpointOptions, GroupSpec, Member, Secret}
 use elasticdl_proto::WireDtype;
 
 use super::*;
+use crate::tensors::{HostState, Place, Tensors};
 
 const LEN: usize = 100_000;
 
@@ -165,4 +166,88 @@ fn the_sum_of_a_bucket_waits_for_the_copy_of_the_last_sum_and_the_step_does_not(
     state.sum(&mut group, b"", Path::Nccl, Some(buckets)).unwrap();
     assert_eq!(*state.to_host(Tensor::Retained).unwrap(), [1.0; LEN]);
     assert_eq!(*state.to_host(Tensor::Reduced).unwrap(), [0.0; LEN]);
+}
+
+/// The tensors of a worker that has a part of the optimizer's state, and computes on a GPU.
+fn sharded(parameters: usize) -> Tensors {
+    elasticdl_stand_ins::load();
+    let device = Device::open(0).unwrap();
+    let buffers = DeviceState::of_computation(&device, parameters, None).unwrap();
+    let state = HostState::sharded(parameters).computing_on(buffers);
+    Tensors::Host { group: None, state }
+}
+
+fn on_gpu(tensors: &mut Tensors) -> &mut DeviceState {
+    let Place::Gpu(state) = tensors.place().unwrap() else { panic!("it is on a GPU") };
+    state
+}
+
+#[test]
+fn a_gpu_computes_with_the_parameters_of_the_host_whoever_has_written_them() {
+    let mut tensors = sharded(LEN);
+    let mut expected = vec![0.0; LEN];
+    for writer in 0..4 {
+        let at = LEN / (writer + 1) - 1;
+        expected[at] += 1.0;
+        let write = |parameters: &mut [f32]| parameters.copy_from_slice(&expected);
+        // A joining worker is sent them meanwhile.
+        let shared = tensors.to_host(Tensor::Parameters).unwrap();
+        match (writer, &mut tensors) {
+            (1, tensors) => {
+                let filled = tensors.fill_state(|parameters, _| {
+                    write(parameters);
+                    Ok::<_, DeviceError>(())
+                });
+                filled.unwrap();
+            }
+            (2, tensors) => {
+                let filled = tensors.fill_part(at, 1, |part| {
+                    part[0] += 1.0;
+                    Ok::<_, DeviceError>(())
+                });
+                filled.unwrap();
+            }
+            (_, Tensors::Host { state, .. }) => write(state.parameters.writable()),
+            (_, Tensors::Device { .. }) => unreachable!("the state is on the host"),
+        }
+        drop(shared);
+        assert_eq!(*on_gpu(&mut tensors).to_host(Tensor::Parameters).unwrap(), expected);
+        let before = elasticdl_stand_ins::bytes_copied();
+        let version = on_gpu(&mut tensors).gradient(1, None).1.parameters_version();
+        assert_eq!(on_gpu(&mut tensors).gradient(1, None).1.parameters_version(), version);
+        assert_eq!(elasticdl_stand_ins::bytes_copied(), before, "nothing has changed");
+    }
+}
+
+#[test]
+fn the_gradient_of_a_gpu_is_summed_on_the_host() {
+    let mut tensors = sharded(LEN);
+    let gradient = |tensors: &Tensors| match tensors {
+        Tensors::Host { state, .. } => state.gradient.clone(),
+        Tensors::Device { .. } => unreachable!("the state is on the host"),
+    };
+    for times in 1..4 {
+        // Of one micro-batch after the other.
+        for part in [1.0, 2.0] {
+            let stream = on_gpu(&mut tensors).stream().clone();
+            let values = stream.clone_htod(&vec![part * times as f32; LEN]).unwrap();
+            let mut gradients = on_gpu(&mut tensors).gradient(1, None).1;
+            gradients.add_sum(0..LEN, &values.as_view()).unwrap();
+        }
+        tensors.end_gradient().unwrap();
+        assert_eq!(gradient(&tensors), [3.0 * times as f32; LEN]);
+        tensors.clear_gradient().unwrap();
+        assert_eq!(gradient(&tensors), [0.0; LEN]);
+    }
+}
+
+#[test]
+fn with_a_divided_optimizer_a_gpu_holds_the_parameters_and_the_gradient() {
+    let bytes = 4 * PARAMETERS as u64;
+    let before = elasticdl_stand_ins::bytes_allocated();
+    let mut tensors = sharded(PARAMETERS);
+    on_gpu(&mut tensors);
+    tensors.end_gradient().unwrap();
+    let allocated = elasticdl_stand_ins::bytes_allocated() - before;
+    assert!((2 * bytes..5 * bytes / 2).contains(&allocated), "{allocated} of {bytes}");
 }
