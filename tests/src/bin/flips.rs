@@ -250,7 +250,8 @@ fn train(
         .option("max-worker-restarts", "100000")
         .option("checkpoint-dir", "none")
         .option("audit", "100%")
-        .run();
+        .start()
+        .wait_within(Duration::from_secs(1800));
     ended.assert_exactly_once(name, RECORDS, epochs);
     Ok(ended)
 }
