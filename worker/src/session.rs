@@ -49,6 +49,7 @@ use crate::session::header::{StateHeader, StepHeader, SyncHeader};
 use crate::session::origin::Origin;
 use crate::session::replicas::StateMismatch;
 use crate::session::transport_switch::TransportSwitch;
+use crate::tensor::WINDOWS;
 
 /// State machine of one worker in a job.
 #[derive(Clone, Debug)]
@@ -207,6 +208,7 @@ impl Session {
             evaluation: self.evaluation(),
             nccl: self.transport.build(),
             audit: self.audit_header(),
+            is_copy: self.memberships.copied_at.is_some_and(|at| self.step() < at + WINDOWS),
             ..StepHeader::default()
         };
         self.assignment.write(&mut header);

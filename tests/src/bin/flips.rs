@@ -39,7 +39,7 @@ struct Arguments {
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(3..=16))]
     workers: u64,
     /// Steps between two flips, within which a worker is replaced
-    #[arg(long, default_value_t = 500)]
+    #[arg(long, default_value_t = 2000)]
     spacing: u64,
     /// Seed of the places of the flips
     #[arg(long, default_value_t = 1)]
@@ -214,6 +214,9 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
     figures.insert("same_bits".into(), same_bits.into());
     let false_alarms = lost.iter().filter(|launch| !planted.contains_key(launch)).count();
     figures.insert("false_alarms".into(), false_alarms.into());
+    if false_alarms > 0 || planted.keys().any(|launch| !lost.contains(launch)) {
+        print(&format!("{}\nflips, by launch, and steps after them: {planted:?}", ended.output));
+    }
     let text = Value::Object(figures).to_string();
     print(&text);
     arguments.json.as_ref().map_or(Ok(()), |file| std::fs::write(file, text + "\n"))?;
@@ -242,7 +245,6 @@ fn train(
     // The last flip is found before the end.
     let epochs = ((arguments.flips + 2) * arguments.spacing * BATCH).div_ceil(RECORDS);
     let ended = Command::new(this, folder.join(format!("{name}-job")), program)
-        .flag("quiet")
         .option("training-data", folder.join("data"))
         .option("num-epochs", epochs.to_string())
         .option("num-workers", arguments.workers.to_string())

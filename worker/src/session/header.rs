@@ -68,6 +68,9 @@ pub struct StepHeader {
     pub has_looked_ahead: bool,
     /// What this rank contributes to the audit of the step, if it is audited.
     pub audit: Option<AuditHeader>,
+    /// Whether the rank has copied its state from another one, and parts of it have not been
+    /// compared since: it has no vote.
+    pub is_copy: bool,
 }
 
 /// Size of a rank's part of the tables.

@@ -21,6 +21,8 @@ pub(super) struct Memberships {
     pub(super) has_stood_by: bool,
     /// Whether this worker has been in a group that reached a common state.
     pub(super) was_in_group: bool,
+    /// The step with whose state, a copy of another rank's, this worker became a member.
+    pub(super) copied_at: Option<u64>,
 }
 
 impl Memberships {

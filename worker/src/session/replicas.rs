@@ -12,6 +12,9 @@
 //! the whole state at each checkpoint and before the best or the last model is exported. The step
 //! at which replicas differ is not applied.
 //!
+//! A rank that joins has a copy of its donor's state, with the donor's faults. So it has no vote
+//! before all windows of its copy have been compared.
+//!
 //! **Invariant:** the verdict depends on the headers alone, so all ranks derive the same one.
 
 use std::fmt;
@@ -70,10 +73,10 @@ pub(super) fn compare<T: Copy + PartialEq>(replicas: &[Replica<T>]) -> Option<Ve
 /// Compares what the ranks of a round report of their states at `step`. Returns how a difference
 /// was found, too.
 pub(super) fn compare_rounds(headers: &[StepHeader], step: u64) -> Option<(Verdict, Found)> {
-    let window = |h: &StepHeader| Replica::State { digest: (h.step, h.digest), votes: true };
+    let window = |h: &StepHeader| Replica::State { digest: (h.step, h.digest), votes: !h.is_copy };
     let windows: Vec<_> = headers.iter().map(window).collect();
     if let Some(verdict) = compare(&windows) {
-        return Some((verdict, Found::Step));
+        return Some((of_two(verdict, headers), Found::Step));
     }
     // Two ranks at most hold a chunk, so neither can tell which of them is right.
     let chunks: Vec<_> = headers.iter().filter_map(|h| h.chunk_digest).collect();
@@ -84,11 +87,20 @@ pub(super) fn compare_rounds(headers: &[StepHeader], step: u64) -> Option<(Verdi
     let wholes = || headers.iter().filter_map(|h| h.checkpoint.whole());
     let newest = wholes().map(|(step, _)| step).max()?;
     let whole = |h: &StepHeader| match h.checkpoint.whole() {
-        Some((step, digest)) if step == newest => Replica::State { digest, votes: true },
+        Some((step, digest)) if step == newest => Replica::State { digest, votes: !h.is_copy },
         _ => Replica::Other { has_state: true },
     };
     let verdict = compare(&headers.iter().map(whole).collect::<Vec<_>>())?;
-    Some((verdict, Found::Whole(newest)))
+    Some((of_two(verdict, headers), Found::Whole(newest)))
+}
+
+/// A majority of one, beside copies that have trained since, can't tell who is right.
+fn of_two(verdict: Verdict, headers: &[StepHeader]) -> Verdict {
+    let is_voter = |rank: &usize| !headers[*rank].is_copy && !verdict.failing.contains(rank);
+    if (0..headers.len()).filter(is_voter).count() > 1 {
+        return verdict;
+    }
+    Verdict { failing: (0..headers.len()).collect(), has_majority: false }
 }
 
 /// How replicas were found to differ.
@@ -290,6 +302,24 @@ mod tests {
         for (replicas, expected) in table {
             assert_eq!(compare(replicas), *expected, "{replicas:?}");
         }
+    }
+
+    #[test]
+    fn a_copy_does_not_add_a_vote_to_its_donors() {
+        let header = |digest, is_copy| StepHeader { digest, is_copy, ..StepHeader::default() };
+        let (right, wrong) = (header(1, false), header(2, false));
+        let (right_copy, wrong_copy) = (header(1, true), header(2, true));
+        let found = |headers: &[&StepHeader]| {
+            let headers: Vec<StepHeader> = headers.iter().map(|&h| h.clone()).collect();
+            compare_rounds(&headers, 0).map(|(verdict, _)| verdict)
+        };
+        assert_eq!(found(&[&right, &wrong, &wrong_copy]), verdict(&[0, 1, 2], false));
+        assert_eq!(found(&[&right, &right, &wrong, &wrong_copy]), verdict(&[2, 3], true));
+        assert_eq!(found(&[&right, &right, &wrong_copy]), verdict(&[2], true));
+        // Either of two may be wrong, although one has copied the other's state.
+        assert_eq!(found(&[&wrong, &right_copy]), verdict(&[0, 1], false));
+        assert_eq!(found(&[&right_copy, &right_copy, &wrong_copy]), verdict(&[0, 1, 2], false));
+        assert_eq!(found(&[&right, &right_copy, &right_copy]), None);
     }
 
     fn mismatch(programs: &[u64], failing: &[usize], has_majority: bool) -> StateMismatch {

@@ -85,8 +85,14 @@ impl Session {
 
     /// All ranks hold the same state, and this rank is prepared for rounds.
     pub fn repaired(&mut self) {
-        let Phase::Repairing(group, _) = &self.phase else { return };
-        let group = group.clone();
+        let Phase::Repairing(group, repairing) = &self.phase else { return };
+        let (group, has_copied) = (group.clone(), repairing.installs);
+        if let Some(State { step, created, .. }) = self.state
+            && (has_copied || !self.memberships.was_in_group)
+        {
+            let is_created = created == group.generation.0;
+            self.memberships.copied_at = (!is_created).then_some(step);
+        }
         (self.memberships.was_in_group, self.memberships.has_stood_by) = (true, false);
         self.step.regrouped();
         self.reports.regrouped();
