@@ -201,6 +201,27 @@ fn rows_that_have_changed_since_a_step_are_exported() {
 }
 
 #[test]
+fn what_stands_where_rows_are_to_be_exported_is_found_before_training() {
+    let fixture = JobFixture { micros_per_record: 20, ..fixture(1) };
+    let model = fixture.path("m.safetensors");
+    fixture.command(1).option("export", &model).run().assert_exact("a whole model");
+    let whole = exported_rows(&model, "counts");
+    let (other, taken) = (fixture.path("n.safetensors"), fixture.path("n.safetensors.tables"));
+    std::fs::write(&taken, "mine").unwrap();
+    let command = |export: &PathBuf| fixture.command(1).option("export", export);
+    for (command, said) in [
+        (command(&model).option("export-changes-since", "240"), "would leave of the whole model"),
+        (command(&other), "n.safetensors.tables, and a file of this name is there"),
+    ] {
+        let ended = command.run();
+        ended.assert_outcome(1, "failed");
+        assert!(ended.output.contains(said), "{}", ended.output);
+    }
+    assert_eq!(exported_rows(&model, "counts"), whole);
+    assert_eq!(std::fs::read_to_string(&taken).unwrap(), "mine");
+}
+
+#[test]
 fn a_worker_whose_rows_take_too_much_memory_ends_the_job_with_a_checkpoint() {
     let program_options = &["--tables", "--wide-rows"];
     let fixture = JobFixture { program_options, ..fixture(3) };

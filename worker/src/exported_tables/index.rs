@@ -172,6 +172,30 @@ pub(crate) fn check_names(tables: &[Table]) -> Result<(), String> {
     Ok(())
 }
 
+/// Checks that the rows of a model at `address` have a place, and replace none that are still
+/// needed: changes alone would leave nothing of a whole model.
+///
+/// # Errors
+/// What stands there, and what would be right.
+pub(crate) fn check_place(address: &str, writes_changes: bool) -> Result<(), String> {
+    let (folder, _) = parts_folder(address);
+    let path = Path::new(&folder);
+    if !Storage::is_remote(address) && path.exists() && !path.is_dir() {
+        return Err(format!(
+            "the rows of the exported model go into the folder {folder}, and a file of this name \
+             is there; move it, or name another file of the model"
+        ));
+    }
+    let found = weights::exported(address).ok().map(|file| ExportedTables::read(&file));
+    match found {
+        Some(Ok(Some(found))) if writes_changes && found.changes_since.is_none() => Err(format!(
+            "--export-changes-since would leave of the whole model {address} only the rows that \
+             have changed; name another file"
+        )),
+        _ => Ok(()),
+    }
+}
+
 /// Name of [`ExportedTables`] in the notes of a file.
 pub(crate) const NOTE: &str = "elasticdl.tables";
 /// About the largest size of a part. A worker holds a few of them at a time.

@@ -17,7 +17,9 @@ mod index;
 mod part;
 mod rows;
 
-pub(crate) use index::{ExportedPart, ExportedTables, NOTE, check_names, parquet_name, parts_of};
+pub(crate) use index::{
+    ExportedPart, ExportedTables, NOTE, check_names, check_place, parquet_name, parts_of,
+};
 pub(crate) use part::write_part;
 pub(crate) use rows::TrainedRows;
 

@@ -192,11 +192,15 @@ fn check_options(tables: &[Table], options: &WorkerOptions) -> Result<(), String
                     the job without"
             .into());
     }
-    let is_exported = matches!(options.work, Work::Train { export: Some(_) });
-    match is_exported || export_best(options).is_some() {
-        true => exported_tables::check_names(tables),
-        false => Ok(()),
+    let last = match &options.work {
+        Work::Train { export } => export.as_ref(),
+        _ => None,
+    };
+    for address in last.into_iter().chain(export_best(options)).filter(|_| !tables.is_empty()) {
+        exported_tables::check_names(tables)?;
+        exported_tables::check_place(address, options.export_changes_since.is_some())?;
     }
+    Ok(())
 }
 
 /// Checks that the optimizer's state of this model can be divided over the workers.
