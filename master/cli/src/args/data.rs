@@ -112,8 +112,8 @@ pub(crate) struct TuningOptions {
     /// parameter instead of 24. Each step also sends all parameters to all workers. One worker can
     /// be lost without any loss; if two are, in the seconds before the group has made new copies,
     /// it goes back to the newest checkpoint. For optimizers of the library, rules that are
-    /// element-wise, and such optimizers of torch.optim; not for models with tables. Of a model on a
-    /// GPU, the optimizer's state and the update are on the host.
+    /// element-wise, and such optimizers of torch.optim; not for models with tables. Of a model on
+    /// a GPU, the optimizer's state and the update are on the host.
     #[arg(long)]
     pub(crate) shard_optimizer: bool,
 

@@ -183,7 +183,7 @@ fn on_gpu(tensors: &mut Tensors) -> &mut DeviceState {
 }
 
 #[test]
-fn a_gpu_computes_with_the_parameters_of_the_host_whoever_has_written_them() {
+fn a_gpu_computes_with_the_parameters_of_the_host_whatever_has_written_them() {
     let mut tensors = sharded(LEN);
     let mut expected = vec![0.0; LEN];
     for writer in 0..4 {
