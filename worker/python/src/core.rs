@@ -159,8 +159,8 @@ impl Core {
     /// of floats; with `division`, the number of parameters without state and the floats of state
     /// of each other one, those beside these. `clipped_from`: the first element of the gradient
     /// that counts in `norm()`. `on_gpu`: memory of the program there; the memory on the host is
-    /// then empty, unless there is a `division`. `sources`: the program's files, by names that are the same
-    /// on all workers.
+    /// then empty, unless there is a `division`. `sources`: the program's files, by names that
+    /// are the same on all workers.
     #[expect(clippy::too_many_arguments, reason = "the arguments have names in Python")]
     #[pyo3(signature = (
         *, records, tensors, tables, state, division, clipped_from, micro_batch, absorbed,
