@@ -219,6 +219,11 @@ fn what_stands_where_rows_are_to_be_exported_is_found_before_training() {
     }
     assert_eq!(exported_rows(&model, "counts"), whole);
     assert_eq!(std::fs::read_to_string(&taken).unwrap(), "mine");
+    // The best model is a whole one, and may take the place of another.
+    let command = command(&fixture.path("changes.safetensors")).option("export-best", &model);
+    let command = command.option("validation-data", fixture.data()).option("evaluate-every", "20");
+    let command = command.option("best-metric", "seen:max").option("export-changes-since", "240");
+    command.run().assert_exact("both");
 }
 
 #[test]

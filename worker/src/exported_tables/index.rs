@@ -172,12 +172,12 @@ pub(crate) fn check_names(tables: &[Table]) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks that the rows of a model at `address` have a place, and replace none that are still
-/// needed: changes alone would leave nothing of a whole model.
+/// Checks that the rows of a model at `address` have a place and, if they are those `of_changes`
+/// alone, that they replace no whole model.
 ///
 /// # Errors
 /// What stands there, and what would be right.
-pub(crate) fn check_place(address: &str, writes_changes: bool) -> Result<(), String> {
+pub(crate) fn check_place(address: &str, of_changes: bool) -> Result<(), String> {
     let (folder, _) = parts_folder(address);
     let path = Path::new(&folder);
     if !Storage::is_remote(address) && path.exists() && !path.is_dir() {
@@ -188,7 +188,7 @@ pub(crate) fn check_place(address: &str, writes_changes: bool) -> Result<(), Str
     }
     let found = weights::exported(address).ok().map(|file| ExportedTables::read(&file));
     match found {
-        Some(Ok(Some(found))) if writes_changes && found.changes_since.is_none() => Err(format!(
+        Some(Ok(Some(found))) if of_changes && found.changes_since.is_none() => Err(format!(
             "--export-changes-since would leave of the whole model {address} only the rows that \
              have changed; name another file"
         )),

@@ -196,9 +196,11 @@ fn check_options(tables: &[Table], options: &WorkerOptions) -> Result<(), String
         Work::Train { export } => export.as_ref(),
         _ => None,
     };
-    for address in last.into_iter().chain(export_best(options)).filter(|_| !tables.is_empty()) {
+    let last = last.map(|address| (address, options.export_changes_since.is_some()));
+    let best = export_best(options).map(|address| (address, false));
+    for (address, of_changes) in last.into_iter().chain(best).filter(|_| !tables.is_empty()) {
         exported_tables::check_names(tables)?;
-        exported_tables::check_place(address, options.export_changes_since.is_some())?;
+        exported_tables::check_place(address, of_changes)?;
     }
     Ok(())
 }
