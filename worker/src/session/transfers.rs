@@ -235,6 +235,7 @@ mod tests {
     use super::*;
     use crate::session::header::{StateHeader, SyncHeader};
     use crate::session::tests::pair::Pair;
+    use crate::tensor::WINDOWS;
 
     #[test]
     fn the_lowest_rank_reports_each_group_that_has_formed() {
@@ -250,6 +251,25 @@ mod tests {
                 .collect::<Vec<_>>()
         });
         assert_eq!(formed, [vec![Generation(1), Generation(2)], vec![]]);
+    }
+
+    #[test]
+    fn a_copy_is_one_until_all_windows_of_it_were_compared() {
+        let job = JobPlan::of_one_epoch(1000, 4);
+        let mut pair = Pair::new(job.clone());
+        let copies = |pair: &Pair| pair.0.each_ref().map(|session| session.header(0).is_copy);
+        assert_eq!(copies(&pair), [false; 2], "the group has created the state");
+        let mut joiner = Session::new(WorkerId(2), job);
+        joiner.install(pair.0[0].state().unwrap().record(), None);
+        pair.0[0].broken(None, "reset".into());
+        pair.0[1] = joiner;
+        pair.regroup(2);
+        pair.exchange_headers();
+        for _ in 0..WINDOWS {
+            assert_eq!(copies(&pair), [false, true], "{:?}", pair.0);
+            pair.commit();
+        }
+        assert_eq!(copies(&pair), [false; 2]);
     }
 
     /// The second worker of a pair that has committed one step and meets, in the next group, a rank
