@@ -181,8 +181,8 @@ pub(crate) struct TuningOptions {
     /// an earlier export.
     ///
     /// The other parameters are exported as usual, and --export-best is not affected. Rows that
-    /// were evicted after that step are not listed. A whole model of this name is not replaced: name
-    /// another file.
+    /// were evicted after that step are not listed. A whole model of this name is not replaced:
+    /// name another file.
     #[arg(long, value_name = "STEP", requires = "export", value_parser = values::parse_steps)]
     pub(crate) export_changes_since: Option<u64>,
 }
