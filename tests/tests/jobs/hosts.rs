@@ -2,8 +2,11 @@
 //! and a host that is lost costs its workers only.
 
 use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
 use std::fs;
+use std::io::{BufRead as _, BufReader};
 use std::net::TcpListener;
+use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command as Process, Stdio};
 use std::time::Duration;
 
@@ -174,24 +177,48 @@ fn events_name_the_host_of_a_worker_and_a_host_says_what_it_lacks() {
         ("/none/such".into(), &folder, "no folder /none/such"),
         (folder.clone(), &temporary, "/none/elasticdl-host-"),
     ] {
-        let launch = HostLaunch {
-            program: "/bin/true".into(),
-            args: Vec::new(),
-            env: Vec::new(),
-            folder,
-            files: vec![("TOKEN".into(), vec![1])],
-            slot: (0, 1),
-        };
-        let mut process = Process::new(PROGRAMS.elasticdl);
-        process.arg("host-process").env("TMPDIR", temporary);
-        process.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut process = process.spawn().unwrap();
-        let input = process.stdin.take().unwrap();
-        serde_json::to_writer(input, &launch).unwrap();
-        let output = process.wait_with_output().unwrap();
+        let output = host_process(&["true"], folder, temporary).wait_with_output().unwrap();
         let error = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success() && error.contains(lacks), "{error}");
     }
+}
+
+/// A host's process that runs this command in `folder`, with its own files in `temporary`.
+fn host_process(command: &[&str], folder: OsString, temporary: &OsStr) -> Child {
+    let launch = HostLaunch {
+        program: command[0].into(),
+        args: command[1..].iter().map(Into::into).collect(),
+        env: Vec::new(),
+        folder,
+        files: vec![("TOKEN".into(), vec![1])],
+        slot: (0, 1),
+    };
+    let mut process = Process::new(PROGRAMS.elasticdl);
+    // It ends all processes of its group.
+    process.arg("host-process").env("TMPDIR", temporary).process_group(0);
+    process.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut process = process.spawn().unwrap();
+    serde_json::to_writer(process.stdin.take().unwrap(), &launch).unwrap();
+    process
+}
+
+#[test]
+fn a_worker_ends_with_its_hosts_process_and_the_next_one_removes_the_token() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().as_os_str();
+    let mut process = host_process(&["sh", "-c", "echo up; exec sleep 1000"], path.into(), path);
+    let mut output = BufReader::new(process.stdout.take().unwrap());
+    output.read_line(&mut String::new()).unwrap();
+    let worker = children_of(process.id());
+    assert_eq!(worker.len(), 1);
+    process.kill().unwrap();
+    assert_end(&worker, Duration::from_secs(60));
+    process.wait().unwrap();
+    assert_eq!(output.read_line(&mut String::new()).unwrap(), 0, "the connection has ended");
+    assert_eq!(fs::read_dir(path).unwrap().count(), 1, "the token is left");
+    let next = host_process(&["sh", "-c", "test -s $TOKEN"], path.into(), path);
+    assert!(next.wait_with_output().unwrap().status.success());
+    assert_eq!(fs::read_dir(path).unwrap().count(), 0);
 }
 
 #[test]

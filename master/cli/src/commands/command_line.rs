@@ -1,5 +1,6 @@
 //! The command line, and the command that it selects.
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 use clap::parser::ValueSource;
@@ -88,7 +89,10 @@ pub(crate) enum Command {
     Evaluate(Box<EvaluateArgs>),
     /// Run a worker on this host. `elasticdl train --hosts` runs this command there.
     #[command(hide = true)]
-    HostProcess,
+    HostProcess {
+        #[arg(last = true)]
+        worker: Vec<OsString>,
+    },
     /// Show when a record was trained: epoch, step, position, workers, and the checkpoint before.
     ///
     /// The order of the records is a function, which is inverted: nothing is searched or listed, so
@@ -176,7 +180,7 @@ fn run() -> Result<u8, Failure> {
         Command::Dashboard(args) => dashboard::dashboard(&args),
         Command::Debug(args) => debug::debug(&args),
         Command::Declare => start::declare(read_start),
-        Command::HostProcess => host_process::run(),
+        Command::HostProcess { worker } => host_process::run(&worker),
         Command::Delete(args) => delete::delete(&args),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::Evaluate(args) => evaluate::evaluate(*args),

@@ -2,28 +2,39 @@
 //!
 //! Its input says what to run. The worker is of this process's group, so that who ends the group
 //! ends the worker, too. When no process reads what it prints any more, as when its connection is
-//! gone, both end.
+//! gone, both end. If this process is killed, the system kills the worker: it would keep the
+//! connection open, and nothing would end it later.
 
+use std::env::current_exe;
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::{self, Read as _, stdin, stdout};
 use std::os::fd::AsFd;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::Path;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio, id};
 
 use elasticdl_master::local::hosts::HostLaunch;
 use elasticdl_master::local::{env_of_slot, processes_of_group, share_of_cores};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::process::{
-    Pid, PidfdFlags, Signal, getpgrp, getpid, getppid, kill_process, kill_process_group, pidfd_open,
+    Pid, PidfdFlags, Signal, getpgrp, getpid, getppid, kill_process, kill_process_group,
+    pidfd_open, set_parent_process_death_signal,
 };
 
 use crate::process::{Failure, cannot};
 use crate::scratch::Scratch;
 
 /// Runs the worker to its end. Returns its exit code; 128 and its number for a signal, as shells.
-pub(super) fn run() -> Result<u8, Failure> {
+///
+/// With arguments, this process is to become the worker of the process that the first one names:
+/// the others are the program and its arguments.
+pub(super) fn run(worker: &[OsString]) -> Result<u8, Failure> {
+    if let [parent, program, args @ ..] = worker {
+        let doing = format!("start {}", program.display());
+        return Err(cannot(&doing)(become_worker(parent, program, args)));
+    }
     let mut text = Vec::new();
     stdin().take(LAUNCH_BYTES_MAX).read_to_end(&mut text).map_err(cannot("read what to run"))?;
     let launch: HostLaunch = serde_json::from_slice(&text).map_err(|error| {
@@ -62,13 +73,26 @@ pub(super) fn run() -> Result<u8, Failure> {
     Ok(signal.map_or_else(code, |signal| 128 + signal))
 }
 
+/// Becomes the program, which ends with its parent. Returns why not.
+fn become_worker(parent: &OsStr, program: &OsStr, args: &[OsString]) -> io::Error {
+    if let Err(error) = set_parent_process_death_signal(Some(Signal::KILL)) {
+        return error.into();
+    }
+    // The parent may have ended before.
+    if getppid().is_none_or(|id| *id.as_raw_nonzero().to_string() != *parent) {
+        return io::Error::other("the process that has started it is gone");
+    }
+    Command::new(program).args(args).exec()
+}
+
 fn start(launch: HostLaunch, scratch: &Scratch) -> io::Result<Child> {
     let HostLaunch { program, args, env, folder, files, slot: (slot, slots) } = launch;
-    let mut command = Command::new(&program);
+    let mut command = Command::new(current_exe()?);
+    command.args(["host-process", "--", &id().to_string()]).arg(program);
     for (variable, _) in files {
         command.env(&variable, scratch.path.join(&variable));
     }
-    command.arg0(&program).args(args).envs(env).current_dir(folder).stdin(Stdio::null());
+    command.args(args).envs(env).current_dir(folder).stdin(Stdio::null());
     command.envs(env_of_slot(slot, share_of_cores(slots))).spawn()
 }
 
