@@ -215,11 +215,24 @@ pub enum MasterMessage {
     /// Write the stacks of all threads to the log, and report them: this worker hangs, and will be
     /// evicted.
     ReportStacks,
-    /// End; the reason.
-    Shutdown(String),
+    /// End.
+    Shutdown {
+        /// Why.
+        reason: String,
+        /// Whether all workers end for good.
+        job_is_over: bool,
+    },
     /// All members leave: finish the step, write a checkpoint, then end together. Another group
     /// resumes from it.
     Suspend,
+}
+
+impl MasterMessage {
+    /// The end of a worker whose job goes on.
+    #[must_use]
+    pub fn release(reason: impl Into<String>) -> Self {
+        Self::Shutdown { reason: reason.into(), job_is_over: false }
+    }
 }
 
 /// What became of a checkpoint.

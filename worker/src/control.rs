@@ -48,7 +48,7 @@ pub(crate) struct Control {
     pub(crate) joiners: Arc<OnceLock<Joiners>>,
     /// Whether this worker's work is to end, before the trainer hears of it.
     pub(crate) stops: Arc<AtomicBool>,
-    thread: JoinHandle<()>,
+    thread: JoinHandle<bool>,
 }
 
 impl Control {
@@ -98,10 +98,11 @@ impl Control {
         Ok(Self { welcome, inbox, outbox, fence, progress, joiners, stops, thread })
     }
 
-    /// Waits until all sent messages have reached the master, for at most a second.
-    pub(crate) fn close(self) {
+    /// Waits until all sent messages have reached the master, for at most a second. Returns whether
+    /// the job is over, as far as the master has said.
+    pub(crate) fn close(self) -> bool {
         drop(self.outbox);
-        let _ = self.thread.join();
+        self.thread.join().unwrap_or_default()
     }
 }
 
@@ -243,7 +244,7 @@ impl Stream {
         mut self,
         mut from_trainer: mpsc::UnboundedReceiver<WorkerMessage>,
         tell_welcome: oneshot::Sender<Result<Welcome, String>>,
-    ) {
+    ) -> bool {
         let opened = async {
             let leave_timeout = self.connector.environment.leave_timeout();
             let sigterm = Termination::new(leave_timeout).map_err(|error| error.to_string())?;
@@ -262,7 +263,7 @@ impl Stream {
             }
             Err(error) => {
                 let _ = tell_welcome.send(Err(error));
-                return;
+                return false;
             }
         };
         let mut heartbeats = tokio::time::interval(heartbeat);
@@ -283,7 +284,7 @@ impl Stream {
                             link = other;
                             self.storage.forget();
                         }
-                        None => return,
+                        None => return self.state.job_is_over(),
                     }
                 }
                 message = from_trainer.recv() => match message {
@@ -320,8 +321,16 @@ impl Stream {
         // The trainer is done. Ending the request stream flushes it; the master then ends its side.
         let Link { requests, mut incoming, .. } = link;
         drop(requests);
-        let drained = async { while let Some(Ok(_)) = incoming.next().await {} };
+        let state = &mut self.state;
+        let drained = async {
+            while let Some(Ok(response)) = incoming.next().await {
+                if let JoinResponse::Message(message) = response {
+                    state.handle_message(&message.into_inner());
+                }
+            }
+        };
         let _ = tokio::time::timeout(Duration::from_secs(1), drained).await;
+        self.state.job_is_over()
     }
 
     /// The stream has ended. The group continues without a master while this worker searches for
@@ -422,7 +431,7 @@ impl Stream {
         if let MasterMessage::Drain
         | MasterMessage::GiveUp
         | MasterMessage::Suspend
-        | MasterMessage::Shutdown(_) = message
+        | MasterMessage::Shutdown { .. } = message
         {
             self.stops.store(true, Ordering::Release);
         }

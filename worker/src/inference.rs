@@ -184,7 +184,7 @@ impl<M: Model> Inference<'_, M> {
                         self.shards.push_back(range);
                     }
                 }
-                ControlEvent::Message(MasterMessage::Shutdown(reason), _) => {
+                ControlEvent::Message(MasterMessage::Shutdown { reason, .. }, _) => {
                     return Err(Exit::Shutdown(reason));
                 }
                 // Messages for members of a group, and replies that were handled before, do not

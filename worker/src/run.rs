@@ -5,9 +5,11 @@ mod training;
 use std::iter;
 use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use elasticdl_collective::{Endpoint, EndpointOptions, Secret, address_towards};
+use elasticdl_data::worker::set_stop_flag;
 use elasticdl_data::{Dataset, Reader as _, Skipped};
 use elasticdl_proto::{
     LinkEncryption, MasterMessage, SkippedRecords, WireDtype, Work, WorkerMessage, WorkerOptions,
@@ -15,6 +17,7 @@ use elasticdl_proto::{
 
 use self::training::Training;
 use crate::audit::try_twice;
+use crate::checkpoint::Probe;
 use crate::control::{Control, dataset};
 use crate::conversion::Conversion;
 use crate::descriptors;
@@ -146,11 +149,15 @@ pub(crate) fn train_and_close<M: Model>(
     listener: TcpListener,
     control: Control,
 ) -> Result<Exit, End> {
-    let trained = train(model, environment, listener, &control);
+    let mut probe = None;
+    let trained = train(model, environment, listener, &control, &mut probe);
     if let Err(failure) = &trained {
         control.outbox.send(failure.to_message());
     }
-    control.close();
+    set_stop_flag(Arc::clone(&control.stops));
+    if let (true, Some(probe)) = (control.close(), probe) {
+        probe.remove();
+    }
     trained.map_err(|failure| End::Failed(failure.error))
 }
 
@@ -159,6 +166,7 @@ fn train<M: Model>(
     environment: &Environment,
     listener: TcpListener,
     control: &Control,
+    probe: &mut Option<Probe>,
 ) -> Result<Exit, Failure> {
     let options = &control.welcome.options;
     if matches!(options.work, Work::Train { .. }) {
@@ -167,7 +175,8 @@ fn train<M: Model>(
     let secret = Secret::new(environment.token.as_bytes());
     let endpoint = open_endpoint(environment, &secret, listener, control)?;
     let job = JobKey { name: &environment.job, secret: &secret };
-    let dataset = match prepare(&mut model, control, job)? {
+    let has_hosts = !environment.location.node.is_empty();
+    let dataset = match prepare(&mut model, control, job, has_hosts, probe)? {
         Ok(dataset) => dataset,
         Err(exit) => return Ok(exit),
     };
@@ -207,11 +216,13 @@ fn open_endpoint(
     Ok(endpoint)
 }
 
-/// Answers the master until the data set is known.
+/// Answers the master until the data set is known. `has_hosts`: workers may be on several hosts.
 fn prepare<M: Model>(
     model: &mut M,
     control: &Control,
     job: JobKey<'_>,
+    has_hosts: bool,
+    probe: &mut Option<Probe>,
 ) -> Result<Result<Dataset, Exit>, Failure> {
     loop {
         match control.inbox.recv() {
@@ -231,7 +242,8 @@ fn prepare<M: Model>(
                     check_places(options)?;
                     inference::try_first(model, &options.work, &mut reader, &dataset)?;
                     try_twice(model, options, &mut reader, &dataset)?;
-                    Checkpointing::check(options, job, &dataset, model)?;
+                    *probe = Checkpointing::check(options, job, &dataset, model)?;
+                    probe.take_if(|_| !has_hosts).inspect(Probe::remove);
                     check_evaluation(model, options)?;
                     let trains = options.work.trains();
                     let order = trains.then(|| order_of(&reader, options, &dataset)).transpose()?;
@@ -244,9 +256,13 @@ fn prepare<M: Model>(
                 control.outbox.send(WorkerMessage::Described(list, order));
             }
             Ok(ControlEvent::Message(MasterMessage::Prepare(list), _)) => {
+                if has_hosts && probe.is_none() {
+                    let Control { stops, welcome, .. } = control;
+                    Checkpointing::check_shared(&welcome.options, job, stops)?;
+                }
                 return Ok(Ok(dataset::unpack(&list)));
             }
-            Ok(ControlEvent::Message(MasterMessage::Shutdown(reason), _)) => {
+            Ok(ControlEvent::Message(MasterMessage::Shutdown { reason, .. }, _)) => {
                 return Ok(Err(Exit::Shutdown(reason)));
             }
             // Messages for members of a group do not matter here.

@@ -110,7 +110,7 @@ impl Session {
             }
             MasterMessage::KeepCheckpoint => self.checkpoints.request(),
             MasterMessage::Membership(membership) => self.handle_membership(membership),
-            MasterMessage::Shutdown(reason) => {
+            MasterMessage::Shutdown { reason, .. } => {
                 self.step.outcome = None;
                 self.phase = Phase::Ended(Exit::Shutdown(reason));
             }

@@ -195,8 +195,8 @@ impl<M: Model> Trainer<'_, M> {
             Ok(message) => self.handle(message),
             Err(RecvTimeoutError::Timeout) => return false,
             Err(RecvTimeoutError::Disconnected) => {
-                let reason = "the control stream's thread ended".into();
-                self.session.handle(MasterMessage::Shutdown(reason));
+                let reason = "the control stream's thread ended";
+                self.session.handle(MasterMessage::release(reason));
             }
         }
         true

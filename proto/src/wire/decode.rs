@@ -351,7 +351,9 @@ fn master_message(before: &Members, kind: master_message::Kind) -> Checked<Maste
             MasterMessage::Prepare(file_list(dataset.ok_or("prepare.dataset: must be there")?)?)
         }
         Kind::ReportStacks(_) => MasterMessage::ReportStacks,
-        Kind::Shutdown(shutdown) => MasterMessage::Shutdown(shutdown.reason),
+        Kind::Shutdown(v1::Shutdown { reason, job_is_over }) => {
+            MasterMessage::Shutdown { reason, job_is_over }
+        }
         Kind::Welcome(_) => return Err("`welcome` comes first, and once".into()),
     })
 }

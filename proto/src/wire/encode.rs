@@ -236,7 +236,9 @@ pub(super) fn master_message(message: &MasterMessage) -> v1::MasterMessage {
         MasterMessage::Membership(published) => Kind::Membership(membership(published)),
         MasterMessage::Prepare(list) => Kind::Prepare(v1::Prepare { dataset: Some(dataset(list)) }),
         MasterMessage::ReportStacks => Kind::ReportStacks(v1::ReportStacks {}),
-        MasterMessage::Shutdown(reason) => Kind::Shutdown(v1::Shutdown { reason: reason.clone() }),
+        MasterMessage::Shutdown { reason, job_is_over } => {
+            Kind::Shutdown(v1::Shutdown { reason: reason.clone(), job_is_over: *job_is_over })
+        }
         MasterMessage::Suspend => Kind::Drain(v1::Drain { suspend: true, fail: false }),
     };
     v1::MasterMessage { kind: Some(kind) }

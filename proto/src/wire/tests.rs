@@ -305,7 +305,8 @@ fn every_message_of_a_master_keeps_every_field() {
         MasterMessage::Membership(membership()),
         MasterMessage::Prepare(FileList::pack([("a", 3), ("b", 0)])),
         MasterMessage::ReportStacks,
-        MasterMessage::Shutdown("the end".into()),
+        MasterMessage::release("the end"),
+        MasterMessage::Shutdown { reason: "the job failed".into(), job_is_over: true },
         MasterMessage::Suspend,
     ];
     for message in messages.map(|message| JoinResponse::Message(message.into())) {

@@ -81,7 +81,7 @@ impl World {
                 self.violate(format!("{ranges:?} are leased to worker {worker}, which trains"));
             }
             MasterMessage::Membership(membership) => self.check_membership(membership),
-            MasterMessage::Shutdown(reason) => {
+            MasterMessage::Shutdown { reason, .. } => {
                 self.oracle.shutdown_sent = Some((worker, reason.clone()));
                 self.oracle.shut_down.extend(self.oracle.processes.get(&worker));
             }

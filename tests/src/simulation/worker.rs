@@ -210,7 +210,7 @@ fn prepare(
                 build();
                 return Some(dataset);
             }
-            ControlEvent::Message(MasterMessage::Shutdown(_), _) => return None,
+            ControlEvent::Message(MasterMessage::Shutdown { .. }, _) => return None,
             ControlEvent::Message(..) => continue,
             ControlEvent::Reconnected => WorkerMessage::Reconnected { step: 0 },
         };

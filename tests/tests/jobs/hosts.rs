@@ -18,10 +18,14 @@ use crate::PROGRAMS;
 
 /// A job whose workers are on the hosts of a list, which `command` reaches.
 fn on_hosts(fixture: &JobFixture, list: &str, command: &str) -> Command {
+    with_checkpoints(fixture, list, command, "none")
+}
+
+fn with_checkpoints(fixture: &JobFixture, list: &str, command: &str, folder: &str) -> Command {
     let file = fixture.path("hosts");
     fs::write(&file, list).unwrap();
     let job = fixture.command(1).option("hosts", file).option("host-command", command);
-    job.option("checkpoint-dir", "none")
+    job.option("checkpoint-dir", folder)
 }
 
 /// The namespace of a host, which is its name here.
@@ -219,6 +223,35 @@ fn a_worker_ends_with_its_hosts_process_and_the_next_one_removes_the_token() {
     let next = host_process(&["sh", "-c", "test -s $TOKEN"], path.into(), path);
     assert!(next.wait_with_output().unwrap().status.success());
     assert_eq!(fs::read_dir(path).unwrap().count(), 0);
+}
+
+#[test]
+fn a_worker_that_sees_another_folder_of_checkpoints_is_told_from_one_that_shares_it() {
+    let fixture = JobFixture::new(PROGRAMS, 2);
+    let folders = ["first", "second"].map(|host| fixture.path(host));
+    folders.iter().for_each(|folder| fs::create_dir(folder).unwrap());
+    // A path that leads each host's processes to a folder of its own.
+    let path = "/proc/self/fd/9";
+    let reach = fixture.path("reach");
+    let start = |is_shared| {
+        let host = if is_shared { "first" } else { "$1" };
+        let folder = fixture.folder.path().display();
+        fs::write(&reach, format!("exec 9<{folder}/{host}; shift; exec \"$@\"")).unwrap();
+        let command = format!("/bin/sh {} {{host}}", reach.display());
+        let job = with_checkpoints(&fixture, "first\nsecond", &command, path);
+        job.option("listen", "127.0.0.1").option("min-workers", "2").run()
+    };
+    let entries = || folders.each_ref().map(|folder| fs::read_dir(folder).unwrap().count());
+    let ended = start(false);
+    let told = ["first", "second"].map(|host| {
+        let of_host = |line: &&str| line.contains("the job failed: ") && line.contains(host);
+        ended.output.lines().find(of_host).is_some()
+    });
+    assert!(ended.code == Some(1) && told[0] != told[1], "{}", ended.output);
+    assert!(ended.output.contains(&format!("--checkpoint-dir {path} is not the folder")));
+    assert_eq!((ended.summary().steps, entries()), (0, [0, 0]), "the probe is deleted");
+    start(true).assert_exact("a shared folder");
+    assert_eq!(entries(), [1, 0], "the last checkpoint");
 }
 
 #[test]

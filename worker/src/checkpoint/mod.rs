@@ -8,6 +8,9 @@
 //!     manifest.json                      written last: completes the checkpoint
 //! ```
 //!
+//! Until the first of them is complete, `step-000000000000-7f3a9c21-g0/probe` shows the workers
+//! whether they see the same folder.
+//!
 //! The state is the parameters followed by the optimizer state, as f32. The name contains the step,
 //! the run of the job and the generation of the group that wrote it, so no two attempts share a
 //! folder.
@@ -22,6 +25,7 @@ mod fuzzing;
 mod load;
 mod manifest;
 mod name;
+mod probe;
 mod retention;
 mod rows;
 mod table_rows;
@@ -35,6 +39,7 @@ pub(crate) use load::{
 };
 pub use load::{RestoreError, Restored};
 pub(crate) use manifest::{BestMetric, JobFingerprint};
+pub(crate) use probe::Probe;
 pub(crate) use retention::Retention;
 pub use rows::{SavedPart, TakeShard};
 pub(crate) use writer::CheckpointWriter;

@@ -25,6 +25,7 @@ use crate::session::checkpoint::Written;
 
 mod changes;
 mod chunks;
+mod probe;
 mod rows;
 
 /// Parameters and slots of step `step`.

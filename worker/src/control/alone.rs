@@ -30,6 +30,7 @@ impl Control {
                         send(&to_trainer, answer);
                     }
                 }
+                true
             })
             .map_err(|error| format!("no thread for the control stream: {error}"))?;
         let (fence, progress, joiners) = <(Arc<OnceLock<_>>, Arc<_>, Arc<_>)>::default();
@@ -49,8 +50,8 @@ impl LoneMaster {
     fn handle(&self, message: WorkerMessage) -> Option<MasterMessage> {
         Some(match message {
             WorkerMessage::Described(Ok(list), _) => MasterMessage::Prepare(list),
-            WorkerMessage::Described(Err(error), _) => MasterMessage::Shutdown(error),
-            WorkerMessage::Finished(_) => MasterMessage::Shutdown("the job completed".into()),
+            WorkerMessage::Described(Err(error), _) => MasterMessage::release(error),
+            WorkerMessage::Finished(_) => MasterMessage::release("the job completed"),
             WorkerMessage::Ready { .. } => MasterMessage::Membership(Membership {
                 generation: Generation(1),
                 members: vec![(self.worker, self.address)].into(),

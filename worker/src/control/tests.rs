@@ -288,9 +288,9 @@ fn a_refusal_ends_the_search_for_a_master_and_silence_does_not() {
 fn a_trainer_that_ends_without_a_master_ends_the_search() {
     let fixture = Fixture::new(1);
     let control = Control::open(&fixture.environment, Fixture::address()).unwrap();
-    fixture.send(0, MasterMessage::Shutdown("over".into()));
+    fixture.send(0, MasterMessage::release("over"));
     let ended = control.inbox.recv().unwrap();
-    assert!(matches!(ended, ControlEvent::Message(MasterMessage::Shutdown(_), _)));
+    assert!(matches!(ended, ControlEvent::Message(MasterMessage::Shutdown { .. }, _)));
     // A search for another master would find one that refuses the worker, which ends this process.
     fixture.end(0);
     control.close();

@@ -26,6 +26,7 @@ pub struct ControlState {
     incarnation: u64,
     is_leaving: bool,
     is_over: bool,
+    job_is_over: bool,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -68,6 +69,11 @@ impl ControlState {
         self.is_over
     }
 
+    /// Whether it was shut down as all workers end for good.
+    pub fn job_is_over(&self) -> bool {
+        self.job_is_over
+    }
+
     /// A master has answered the hello. Returns whether the trainer has to learn of it: it is not
     /// the first stream.
     ///
@@ -101,8 +107,9 @@ impl ControlState {
                 }
                 membership.abort.then_some(membership.generation.0)
             }
-            MasterMessage::Shutdown(_) => {
+            MasterMessage::Shutdown { job_is_over, .. } => {
                 self.is_over = true;
+                self.job_is_over = *job_is_over;
                 Some(u64::MAX)
             }
             _ => None,
@@ -222,7 +229,7 @@ pub(crate) mod tests {
         assert_eq!(state.handle_message(&membership(2, false)), None);
         assert_eq!(state.identity().unwrap().generation(), Generation(3));
         assert!(!state.is_over());
-        assert_eq!(state.handle_message(&MasterMessage::Shutdown("end".into())), Some(u64::MAX));
+        assert_eq!(state.handle_message(&MasterMessage::release("end")), Some(u64::MAX));
         assert!(state.is_over());
     }
 }

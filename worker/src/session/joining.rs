@@ -176,7 +176,7 @@ mod tests {
         for links_broke in [false, true] {
             let mut session = left(links_broke);
             assert!(session.state().is_some());
-            session.handle(MasterMessage::Shutdown("it leaves".into()));
+            session.handle(MasterMessage::release("it leaves"));
             assert_eq!(session.poll(), Task::Exit(Exit::Shutdown("it leaves".into())));
             let mut session = left(links_broke);
             session.leave();

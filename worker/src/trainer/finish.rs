@@ -236,7 +236,7 @@ fn wait_unless_stopped(
             Ok(event) => {
                 let stops = matches!(
                     event,
-                    ControlEvent::Message(MasterMessage::Drain | MasterMessage::Shutdown(_), _)
+                    ControlEvent::Message(MasterMessage::Drain | MasterMessage::Shutdown { .. }, _)
                 );
                 arrived.borrow_mut().push(event);
                 if stops {

@@ -2,8 +2,9 @@
 //! one that the job starts from, and what a checkpoint there must match.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
-use bytes::Bytes;
 use elasticdl_collective::Secret;
 use elasticdl_data::Dataset;
 use elasticdl_data::storage::Storage;
@@ -11,7 +12,7 @@ use elasticdl_proto::{OrderName, ParamDtype, WorkerOptions};
 use elasticdl_tables::Table;
 
 use crate::checkpoint::{
-    BestMetric, CheckpointWriter, JobFingerprint, Locations, RestoreError, Retention, check,
+    BestMetric, CheckpointWriter, JobFingerprint, Locations, Probe, RestoreError, Retention, check,
 };
 use crate::external::Division;
 use crate::failure::{Failure, call_user};
@@ -41,8 +42,15 @@ pub(crate) struct JobKey<'a> {
     pub(crate) secret: &'a Secret,
 }
 
+impl JobKey<'_> {
+    fn run(&self) -> String {
+        format!("{:08x}", self.secret.fingerprint("checkpoints"))
+    }
+}
+
 impl Checkpointing {
-    /// Checks that a new job could start from the configured checkpoint.
+    /// Checks that a new job could start from the configured checkpoint, and that it can write
+    /// checkpoints. Returns the file by which other workers know their folder.
     ///
     /// # Errors
     /// The fault and the remedy.
@@ -51,9 +59,9 @@ impl Checkpointing {
         job: JobKey<'_>,
         dataset: &Dataset,
         model: &mut M,
-    ) -> Result<(), String> {
+    ) -> Result<Option<Probe>, String> {
         if options.checkpoints.is_none() && options.resume_from.is_none() {
-            return Ok(());
+            return Ok(None);
         }
         let parameters = call_user("tensors()", || Ok(NamedTensor::count(&model.tensors())))?;
         let size = call_user("optimizer()", || Ok(ModelSize::new(parameters, &model.optimizer())))?;
@@ -67,13 +75,34 @@ impl Checkpointing {
             RestoreError::Refused(error) | RestoreError::Storage(error) => error,
         })?;
         // Finds a location without write access before there is work to lose.
-        let Some(own) = &locations.own else { return Ok(()) };
-        own.write(PROBE, vec![Bytes::from_static(b"a test of write access")])
-            .map_err(|error| format!("--checkpoint-dir can't be written to: {error}"))?;
-        if let Err(error) = own.remove(PROBE) {
-            tracing::warn!(%error, "checkpoints can be written, but not removed");
+        let probe = locations.own.map(|own| Probe::write(&own, &job.run())).transpose();
+        probe.map_err(|error| format!("--checkpoint-dir can't be written to: {error}"))
+    }
+
+    /// Checks that this worker sees the folder of checkpoints that the worker sees which has
+    /// [checked](Self::check) it.
+    ///
+    /// # Errors
+    /// It sees another one, or the storage refuses access.
+    pub(crate) fn check_shared(
+        options: &WorkerOptions,
+        job: JobKey<'_>,
+        stops: &AtomicBool,
+    ) -> Result<(), Failure> {
+        let Some(spec) = &options.checkpoints else { return Ok(()) };
+        let dir = &spec.dir;
+        let is_missing = open("--checkpoint-dir", dir).and_then(|own| {
+            Probe::is_missing(&own, &job.run(), SHOWN_LATE, stops)
+                .map_err(|error| Failure::local(format!("--checkpoint-dir: {error}")))
+        });
+        match is_missing? {
+            true => Err(Failure::fatal(format!(
+                "--checkpoint-dir {dir} is not the folder that the worker sees there which began \
+                 the job: the job's files are not in it; it must be storage that all hosts share, \
+                 such as an object store, a network file system or a shared volume"
+            ))),
+            false => Ok(()),
         }
-        Ok(())
     }
 
     /// Opens the locations that the job's `options` name.
@@ -119,15 +148,12 @@ fn locate(
     order: OrderName,
     (size, division): (ModelSize, Option<Division>),
 ) -> Result<(Locations, JobFingerprint), Failure> {
-    let open = |option: &str, address: &str| {
-        Storage::open(address).map_err(|error| Failure::local(format!("{option} {error}")))
-    };
     let own =
         options.checkpoints.as_ref().map(|spec| open("--checkpoint-dir", &spec.dir)).transpose()?;
     let from = options.resume_from.as_ref().map(|from| open("--resume-from", from)).transpose()?;
     let fingerprint = JobFingerprint {
         job: job.name.to_owned(),
-        run: format!("{:08x}", job.secret.fingerprint("checkpoints")),
+        run: job.run(),
         parameters: size.parameters,
         slots: size.slots,
         dataset,
@@ -149,5 +175,9 @@ fn locate(
     Ok((Locations { own, from, exclusive, passed_over: Vec::new() }, fingerprint))
 }
 
-/// Name of the file that tests write access. It is not a valid name of a checkpoint.
-const PROBE: &str = "probe";
+fn open(option: &str, address: &str) -> Result<Storage, Failure> {
+    Storage::open(address).map_err(|error| Failure::local(format!("{option} {error}")))
+}
+
+/// Time after which a file system of a network shows a file that another host has written.
+const SHOWN_LATE: Duration = Duration::from_secs(10);

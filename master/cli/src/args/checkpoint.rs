@@ -21,12 +21,13 @@ pub(crate) struct CheckpointOptions {
     ///
     /// A checkpoint holds the whole state: parameters, optimizer state, and the ledger of the
     /// records that they have absorbed. Workers write it while training continues. When all workers
-    /// are lost, their replacements start from the newest complete checkpoint. All workers must
-    /// have access to the folder: in a cluster a path must be in a --volume. Buckets are opened
-    /// with the usual variables (AWS_ACCESS_KEY_ID, AWS_REGION, AWS_ENDPOINT,
-    /// GOOGLE_SERVICE_ACCOUNT, AZURE_STORAGE_ACCOUNT_NAME, …; in a cluster see --env-from-secret
-    /// and --worker-service-account), S3 also with the profile AWS_PROFILE of ~/.aws. A checkpoint
-    /// is also written at the job's end, when the job is stopped, when all workers receive SIGTERM,
+    /// are lost, their replacements start from the newest complete checkpoint. All workers must see
+    /// the same folder, and one that sees another is refused: in a cluster a path must be in a
+    /// --volume, with --hosts in a folder that the hosts share. Buckets are opened with the usual
+    /// variables (AWS_ACCESS_KEY_ID, AWS_REGION, AWS_ENDPOINT, GOOGLE_SERVICE_ACCOUNT,
+    /// AZURE_STORAGE_ACCOUNT_NAME, …; in a cluster see --env-from-secret and
+    /// --worker-service-account), S3 also with the profile AWS_PROFILE of ~/.aws. A checkpoint is
+    /// also written at the job's end, when the job is stopped, when all workers receive SIGTERM,
     /// and by `elasticdl checkpoint`. Checkpoints in the job's directory are retained until the
     /// next job in that directory has written one. Write ./none for a folder named `none`.
     #[arg(long, value_name = "URI", value_parser = values::parse_uri)]

@@ -292,7 +292,7 @@ impl Job {
             Stage::Ready | Stage::Member { .. } => {}
         }
         if self.lifecycle.is_stopping() {
-            self.send(worker, MasterMessage::Shutdown("the job is stopping".into()));
+            self.send(worker, MasterMessage::release("the job is stopping"));
         }
     }
 

@@ -34,7 +34,7 @@ impl Job {
         let Some(w) = self.workers.get_mut(worker) else { return };
         w.release();
         self.expect_exit(now, launch_of(worker));
-        self.send(worker, MasterMessage::Shutdown(reason.into()));
+        self.send(worker, MasterMessage::release(reason));
     }
 
     /// Releases the workers of this launch's pod: members leave with the next membership; workers
@@ -155,7 +155,7 @@ impl Job {
             return;
         }
         self.count_exit(worker);
-        self.send(worker, MasterMessage::Shutdown(reason.to_owned()));
+        self.send(worker, MasterMessage::release(reason));
         self.out.push(Action::Disconnect { worker });
         self.forget_with_pod(now, worker, ZOMBIE_GRACE);
         let what = format!("worker {worker} is evicted: {reason}");

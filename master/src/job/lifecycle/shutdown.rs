@@ -247,7 +247,8 @@ impl Job {
         self.out.mark_dirty_urgent();
         self.out.clear_timers();
         for worker in self.workers.select(|_: &Worker| true) {
-            self.send(worker, MasterMessage::Shutdown(format!("the job {state}")));
+            let reason = format!("the job {state}");
+            self.send(worker, MasterMessage::Shutdown { reason, job_is_over: true });
         }
         let silent: Vec<LaunchId> =
             self.workers.pods().filter(|&pod| !self.workers.is_heard(pod)).collect();

@@ -466,7 +466,7 @@ fn a_fatal_failure_at_the_start_ends_the_job_at_once() {
     let sent = actions(&mut job);
     assert_eq!(
         sent.iter()
-            .filter(|a| matches!(a, Action::Send { message: MasterMessage::Shutdown(_), .. }))
+            .filter(|a| matches!(a, Action::Send { message: MasterMessage::Shutdown { .. }, .. }))
             .count(),
         3
     );

@@ -29,7 +29,7 @@ fn a_member_that_leaves_while_another_one_is_disconnected_is_excluded_when_that_
     job.handle_timeout(at(10_000));
     let shutdown = |action: &Action| {
         let Action::Send { worker: WorkerId(2), message } = action else { return false };
-        matches!(message, MasterMessage::Shutdown(_))
+        matches!(message, MasterMessage::Shutdown { .. })
     };
     assert!(actions(&mut job).iter().any(shutdown));
     disconnect(&mut job, 10_001, 2);

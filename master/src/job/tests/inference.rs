@@ -96,7 +96,7 @@ fn a_lost_workers_shards_go_to_a_pending_request_and_count_once() {
     assert_eq!(summary.metrics, Some(BTreeMap::from([("loss".into(), Some(0.5))])));
     let ends = actions(&mut job)
         .iter()
-        .filter(|a| matches!(a, Action::Send { message: MasterMessage::Shutdown(_), .. }))
+        .filter(|a| matches!(a, Action::Send { message: MasterMessage::Shutdown { .. }, .. }))
         .count();
     assert_eq!(ends, 2);
 }
@@ -109,11 +109,11 @@ fn a_leaving_or_surplus_worker_is_released_at_once() {
     deliver(&mut job, 1, WorkerMessage::Leaving);
     let bye = |worker| Action::Send {
         worker: WorkerId(worker),
-        message: MasterMessage::Shutdown("it leaves".into()),
+        message: MasterMessage::release("it leaves"),
     };
     assert!(actions(&mut job).contains(&bye(1)));
     job.handle(at(1), Event::Scale { num_workers: 1 });
-    let reason = MasterMessage::Shutdown("the job is scaled down".into());
+    let reason = MasterMessage::release("the job is scaled down");
     assert_eq!(actions(&mut job), [send(3, reason)]);
 }
 
@@ -286,7 +286,7 @@ fn under_any_faults_each_shard_counts_once_and_the_mean_is_bit_identical() {
                     Action::Send { worker, message: MasterMessage::Lease(ranges) } => {
                         held.entry(worker.0).or_default().extend(ranges);
                     }
-                    Action::Send { worker, message: MasterMessage::Shutdown(_) } => {
+                    Action::Send { worker, message: MasterMessage::Shutdown { .. } } => {
                         held.remove(&worker.0);
                         let exit = Exit::Code(0);
                         job.handle(

@@ -36,7 +36,8 @@ fn a_model_of_another_size_is_refused() {
     let sent = actions(&mut job);
     assert!(matches!(
         &sent[0],
-        Action::Send { message: MasterMessage::Shutdown(why), .. } if why.contains("11 parameters")
+        Action::Send { message: MasterMessage::Shutdown { reason, .. }, .. }
+            if reason.contains("11 parameters")
     ));
     assert_eq!(
         (&sent[1], job.lifecycle.failures()),

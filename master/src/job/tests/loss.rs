@@ -370,7 +370,8 @@ fn a_group_whose_members_all_leave_without_replacements_is_suspended_at_once() {
     let WorkerMessage::Finished(mut word) = finished(2, 3, 9) else { unreachable!() };
     word.suspended = true;
     deliver(&mut job, 2, WorkerMessage::Finished(word));
-    let shut = |a: &Action| matches!(a, Action::Send { message: MasterMessage::Shutdown(_), .. });
+    let shut =
+        |a: &Action| matches!(a, Action::Send { message: MasterMessage::Shutdown { .. }, .. });
     assert_eq!(actions(&mut job).iter().filter(|a| shut(a)).count(), 1);
     // Other workers resume from the checkpoint.
     for worker in [1, 2] {

@@ -156,7 +156,7 @@ impl World {
             MasterMessage::Lease(ranges) => {
                 panic!("{ranges:?} are leased to worker {worker}, which trains")
             }
-            MasterMessage::Shutdown(_) => {
+            MasterMessage::Shutdown { .. } => {
                 self.excused.insert(worker);
             }
             _ => {}

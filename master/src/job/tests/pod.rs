@@ -175,10 +175,7 @@ fn a_scale_down_retires_whole_pods_from_the_highest_slot_down() {
     actions(&mut job);
     // Worker 6 has not sent a hello. Its pod must not be killed before worker 5 has left in order.
     job.handle(at(2), Event::Scale { num_workers: 4 });
-    assert_eq!(
-        actions(&mut job),
-        [send(5, MasterMessage::Shutdown("the job is scaled down".into()))]
-    );
+    assert_eq!(actions(&mut job), [send(5, MasterMessage::release("the job is scaled down"))]);
     job.handle(at(3), Event::Scale { num_workers: 2 });
     assert_eq!(
         actions(&mut job),
@@ -213,7 +210,7 @@ fn a_launch_without_a_hello_is_counted_and_its_pod_is_released_in_order() {
     connect(&mut job, 1);
     actions(&mut job);
     job.handle_timeout(at(60_000));
-    let shutdown = send(1, MasterMessage::Shutdown("another worker of its pod goes".into()));
+    let shutdown = send(1, MasterMessage::release("another worker of its pod goes"));
     assert_eq!((actions(&mut job), job.lifecycle.failures()), (vec![shutdown, kill(1)], 1));
 }
 
@@ -225,7 +222,7 @@ fn a_stopping_job_keeps_a_pod_with_a_worker_that_it_needs() {
     actions(&mut job);
     job.handle(at(2), Event::Stop);
     let drained = [1, 2].map(|worker| send(worker, MasterMessage::Drain));
-    let shutdown = send(3, MasterMessage::Shutdown("the job is stopping".into()));
+    let shutdown = send(3, MasterMessage::release("the job is stopping"));
     assert_eq!(actions(&mut job), [drained[0].clone(), drained[1].clone(), shutdown]);
     connect(&mut job, 4);
     assert!(matches!(
@@ -253,10 +250,7 @@ fn a_pod_is_not_killed_while_one_of_its_workers_finishes() {
     job.handle(at(1000), Event::Stop);
     let sent = actions(&mut job);
     assert!(sent.contains(&send(3, MasterMessage::Drain)), "{sent:?}");
-    assert!(
-        sent.contains(&send(4, MasterMessage::Shutdown("the job is stopping".into()))),
-        "{sent:?}"
-    );
+    assert!(sent.contains(&send(4, MasterMessage::release("the job is stopping"))), "{sent:?}");
     lose(&mut job, 1001, 4);
     job.handle_timeout(at(30_000));
     assert_eq!(actions(&mut job), []);

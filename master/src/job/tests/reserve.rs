@@ -33,7 +33,7 @@ fn newest(job: &mut Job) -> Option<Membership> {
 /// The workers that are shut down.
 fn released(job: &mut Job) -> Vec<u64> {
     let sent = actions(job).into_iter().filter_map(|action| match action {
-        Action::Send { worker, message: MasterMessage::Shutdown(_) } => Some(worker.0),
+        Action::Send { worker, message: MasterMessage::Shutdown { .. } } => Some(worker.0),
         _ => None,
     });
     sent.collect()

@@ -38,7 +38,7 @@ fn asked_to_suspend(actions: &[Action]) -> Vec<u64> {
 
 fn released(actions: &[Action]) -> Vec<u64> {
     let released = actions.iter().filter_map(|action| match action {
-        Action::Send { worker, message: MasterMessage::Shutdown(_) } => Some(worker.0),
+        Action::Send { worker, message: MasterMessage::Shutdown { .. } } => Some(worker.0),
         _ => None,
     });
     released.collect()

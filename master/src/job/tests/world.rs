@@ -416,7 +416,7 @@ impl World {
                 p.prepared = true;
                 p.up.push_back(WorkerMessage::Ready { parameters: 10 });
             }
-            MasterMessage::Shutdown(_) => p.die(Exit::Code(0)),
+            MasterMessage::Shutdown { .. } => p.die(Exit::Code(0)),
         }
     }
 

@@ -177,7 +177,7 @@ impl Worker {
                 }
                 self.send(WorkerMessage::Ready { parameters: PARAMETERS });
             }
-            MasterMessage::Shutdown(_) => return true,
+            MasterMessage::Shutdown { .. } => return true,
             message => {
                 if let (MasterMessage::Membership(newest), Some(resume)) = (&message, resume) {
                     resume.membership = Some(newest.clone());
