@@ -60,8 +60,8 @@ pub struct Master {
     last_write: LastWrite,
     backend: WorkerBackend,
     progress: Progress,
-    /// Whether the tracking server takes the metrics: an error, or none.
-    tracked: Option<mpsc::Receiver<Option<String>>>,
+    /// Whether the tracking server takes the metrics, and the collector the traces.
+    tracked: Option<mpsc::Receiver<Event>>,
     server: Server,
     events: mpsc::Receiver<ServerEvent>,
     /// Streams that this side has not closed.
@@ -104,8 +104,8 @@ pub(crate) struct MasterParts {
     /// The leadership, in a cluster.
     pub(crate) term: Option<MasterTerm>,
     pub(crate) progress: Progress,
-    /// Tells whether the tracking server takes the metrics.
-    pub(crate) tracked: Option<mpsc::Receiver<Option<String>>>,
+    /// Tells whether the tracking server takes the metrics, and the collector the traces.
+    pub(crate) tracked: Option<mpsc::Receiver<Event>>,
 }
 
 /// A request of the user to a running job.
@@ -333,9 +333,7 @@ impl Master {
                     UserCommand::Interrupt => self.stop(true),
                     UserCommand::Stop => self.stop(false),
                 },
-                Some(error) = next_of(&mut self.tracked) => {
-                    self.job.handle(self.now(), Event::Tracked { error });
-                }
+                Some(event) = next_of(&mut self.tracked) => self.job.handle(self.now(), event),
                 event = self.job_store.changed() => if let Some(event) = event {
                     self.job.handle(self.now(), event);
                 },

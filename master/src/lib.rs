@@ -9,6 +9,7 @@
 //!   ├── job_store                              persists the job for a successor master
 //!   └── progress                               what it shows
 //!         ├── exporters: tensorboard, mlflow   exported metrics
+//!         │   └── otlp                         exported traces
 //!         ├── metrics                          metrics for scrapers
 //!         └── dashboard                        the page of the job, and its history
 //!  local_master, cluster_master                a master in a command, in a pod: around its event loop
@@ -49,6 +50,7 @@ pub mod local;
 pub mod local_master;
 mod metrics;
 pub mod mlflow;
+mod otlp;
 pub mod panics;
 mod persisted_format;
 mod process_state;

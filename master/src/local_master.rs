@@ -23,7 +23,7 @@ use crate::dashboard::JobOptions;
 use crate::event_loop::{JobResult, Master, MasterParts, restore};
 use crate::exit::{Failure, cannot};
 use crate::exporters::Exporters;
-use crate::job::{Job, JobSpec, Time};
+use crate::job::{Event, Job, JobSpec, Time};
 use crate::job_store::JobStore;
 use crate::jobdir::neighbours::Turn;
 use crate::jobdir::{self, AbandonedJob, JobDir, JobDirError, JobStart, ProgramCopy};
@@ -271,7 +271,7 @@ impl LocalMaster {
         dir: &JobDir,
         server_config: ServerConfig,
         progress: Progress,
-        tracked: mpsc::Receiver<Option<String>>,
+        tracked: mpsc::Receiver<Event>,
     ) -> Result<Master, Failure> {
         let Self { spec, mut start, abandoned, turn, is_apart: _ } = self;
         let is_new = abandoned.is_none();

@@ -16,7 +16,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tracing::{info, warn};
 
-use crate::job::{Batch, JobSpec, Snapshot};
+use crate::job::{Batch, Event, JobSpec, Snapshot};
 use crate::scalars::{Point, Scalars};
 
 use client::Client;
@@ -190,7 +190,7 @@ pub(crate) fn parameters<'a>(
 pub(crate) async fn follow(
     tracking: Tracking,
     mut known: watch::Receiver<Option<Snapshot>>,
-    news: mpsc::Sender<Option<String>>,
+    news: mpsc::Sender<Event>,
 ) -> Option<String> {
     let (mut run, mut trouble) = (None, None);
     let mut scalars = Scalars::default();
@@ -211,7 +211,7 @@ pub(crate) async fn follow(
                     Some(error) => warn!(error, "MLflow does not take the job's metrics"),
                     None => info!("MLflow takes the job's metrics again"),
                 }
-                let _ = news.try_send(error.clone());
+                let _ = news.try_send(Event::Tracked { error: error.clone() });
             }
             trouble = error;
         }
@@ -223,7 +223,7 @@ pub(crate) async fn follow(
 }
 
 /// Waits until the next points are due. Returns whether the job goes on.
-async fn wait(known: &mut watch::Receiver<Option<Snapshot>>) -> bool {
+pub(crate) async fn wait(known: &mut watch::Receiver<Option<Snapshot>>) -> bool {
     let due = Instant::now() + SEND_INTERVAL;
     loop {
         tokio::select! {

@@ -43,8 +43,8 @@ pub use ledger::Ledger;
 pub use members::Members;
 pub use membership::{Hello, Location, Membership, Phases, Resume, Stall};
 pub use message::{
-    CheckpointNews, Committed, Evaluated, Failure, Finished, Heartbeat, Kept, LedgerReport,
-    MasterMessage, RankStep, StepTimes, Usage, WorkerMessage,
+    CheckpointNews, CheckpointTimes, Committed, Evaluated, Failure, Finished, Heartbeat, Kept,
+    LedgerReport, MasterMessage, RankStep, StepTimes, Usage, WorkerMessage,
 };
 pub use order::{Access, Order, OrderName};
 pub use ranges::{RangeSet, RecordRange};

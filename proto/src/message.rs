@@ -115,8 +115,9 @@ pub enum WorkerMessage {
         /// The worker has exported the model of its last step beside the job's export.
         exported: bool,
     },
-    /// The group has evaluated its model (from its lowest rank).
-    Evaluated(Evaluated),
+    /// The group has evaluated its model (from its lowest rank), for which it made no step for so
+    /// long.
+    Evaluated(Evaluated, Duration),
     /// The group holds the job's final state.
     Finished(Finished),
     /// A new group agrees on its state (from its lowest rank).
@@ -290,7 +291,20 @@ pub enum CheckpointNews {
         name: String,
         /// Size in bytes.
         bytes: u64,
+        /// How long it took.
+        times: CheckpointTimes,
     },
+}
+
+/// How long a checkpoint took, on the worker that wrote its manifest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CheckpointTimes {
+    /// Microseconds for which training stopped to copy the worker's part of the state.
+    pub copy_us: u64,
+    /// Microseconds from then until the worker knew that all parts were written.
+    pub write_us: u64,
+    /// Microseconds from then until the manifest was written.
+    pub publish_us: u64,
 }
 
 /// What a group has committed since its previous report.
@@ -312,6 +326,8 @@ pub struct Committed {
     pub ranks: Vec<RankStep>,
     /// Durations of these steps.
     pub times: StepTimes,
+    /// Duration of the last of these steps, if it was timed. Boxed, as most messages are short.
+    pub last: Option<Box<StepTimes>>,
     /// Steps skipped without an update, of all that the state contains.
     pub steps_skipped: u64,
     /// Learning rate of the last of these steps; `None` if the model has none.

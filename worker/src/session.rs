@@ -281,7 +281,7 @@ mod rechecking;
 mod reconnect;
 pub mod repair;
 pub mod replicas;
-mod reports;
+pub(crate) mod reports;
 mod transfers;
 pub mod transport_switch;
 mod types;

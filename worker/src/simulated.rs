@@ -105,6 +105,7 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
                 run: String::new(),
                 best_metric: None,
                 allows_mixed_builds: false,
+                timed: Default::default(),
             },
             validation,
             tables,

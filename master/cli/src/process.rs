@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::io::{self, Write as _, stderr, stdout};
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
+use std::time::Duration;
 
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::runtime::{Builder, Runtime};
@@ -58,6 +59,10 @@ pub(crate) fn new_runtime() -> Result<Runtime, Failure> {
         .build()
         .map_err(|e| Failure::failed(format!("can't start the runtime: {e}")))
 }
+
+/// How long threads that the system blocks, as those that resolve names, are awaited at the end of
+/// a master.
+pub(crate) const BLOCKED_MAX: Duration = Duration::from_secs(1);
 
 /// Prints an answer. Returns the exit code.
 pub(crate) fn print(text: &str) -> Result<u8, Failure> {

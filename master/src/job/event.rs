@@ -133,6 +133,11 @@ pub enum Event {
     Stop,
     /// The user ends the job at once, whatever its workers do.
     StopNow,
+    /// Whether the collector takes the job's traces, and if not, why.
+    Traced {
+        /// The collector's address or answer.
+        error: Option<String>,
+    },
     /// Whether the tracking server takes the job's metrics, and if not, why.
     Tracked {
         /// The server's address or answer, and the remedy.

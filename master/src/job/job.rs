@@ -130,6 +130,7 @@ impl Job {
             Event::Stop => self.on_stop_requested(now),
             Event::StopNow => self.on_stop_now(),
             Event::Suspend => self.on_suspend(now),
+            Event::Traced { error } => self.on_traced(error),
             Event::Tracked { error } => self.on_tracked(error),
         }
     }
@@ -164,9 +165,9 @@ impl Job {
                     self.reporting.note_audit(replaced.is_first, replaced.workers);
                 }
             }
-            WorkerMessage::Evaluated(report) => {
+            WorkerMessage::Evaluated(report, took) => {
                 self.note_evaluation(now);
-                self.on_evaluated(report);
+                self.on_evaluated(now, report, took);
             }
             WorkerMessage::ShardDone { range, metrics } => {
                 self.on_shard_done(now, worker, range, metrics);

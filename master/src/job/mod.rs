@@ -100,6 +100,7 @@ pub(crate) use lifecycle::restart::is_own_fault;
 pub use policies::{ExitAction, ExitCondition, ExitEvent, ExitRule, Policies, SuccessPolicy};
 pub use reporting::counters::{Counters, End, Histogram, Recoveries};
 pub use reporting::lifetimes::{WorkerLifetime, WorkerTimes};
+pub use reporting::traced::{Interval, Traced};
 pub use reporting::views::Snapshot;
 pub use spec::{
     Batch, CheckpointEvery, CheckpointSpec, Format, JobSpec, LinkEncryption, OnNonfinite,

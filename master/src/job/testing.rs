@@ -12,6 +12,7 @@ use super::group::generation::Group;
 use super::job::Job;
 use super::lifecycle::state::Phase;
 use super::spec::{Batch, JobSpec, Work};
+use super::time::Time;
 use super::workers::slot_use::SlotUse;
 use super::workers::state::{Disconnected, Launch, LaunchState};
 use super::workers::table::WorkerTable;
@@ -89,7 +90,7 @@ pub(crate) fn largest() -> Job {
             left: named(2),
             joined: named(4),
         };
-        job.reporting.publish(record, Default::default());
+        job.reporting.publish(Time::default(), record, Default::default());
     }
     for i in 0..100 {
         let (file, error) = (long("file"), "\u{1}".repeat(4096));

@@ -231,7 +231,7 @@ async fn a_wrong_address_is_reported_once_at_the_beginning_and_at_the_end() {
     let (news, mut received) = mpsc::channel(4);
     let following = tokio::spawn(follow(tracking, known, news));
     publish.send_replace(Some(snapshot(1, "running")));
-    let error = received.recv().await.unwrap().unwrap();
+    let Some(Event::Tracked { error: Some(error) }) = received.recv().await else { panic!() };
     assert!(error.starts_with(&uri) && error.contains("refused"), "{error}");
     drop(publish);
     assert_eq!(following.await.unwrap(), Some(error));

@@ -36,6 +36,7 @@ pub(super) fn committed(report: v1::Committed) -> Checked<Committed> {
         metrics: report.metrics.into_iter().take(METRICS_MAX).map(name_clipped).collect(),
         ranks: ranks.map(rank_step).collect::<Checked<Vec<RankStep>>>()?,
         times: step_times(report.times.unwrap_or_default())?,
+        last: report.last.map(step_times).transpose()?.map(Box::new),
         steps_skipped: within("committed.steps_skipped", report.steps_skipped, 0, STEPS_MAX)?,
         // Like the loss, a rate of the user's own schedule may not be finite.
         learning_rate: report.learning_rate.filter(|rate| rate.is_finite()),

@@ -24,8 +24,8 @@ use crate::limits::{
 use crate::members::Members;
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
-    CheckpointNews, Evaluated, Failure, Finished, Heartbeat, Kept, LedgerReport, MasterMessage,
-    Usage, WorkerMessage,
+    CheckpointNews, CheckpointTimes, Evaluated, Failure, Finished, Heartbeat, Kept, LedgerReport,
+    MasterMessage, Usage, WorkerMessage,
 };
 use crate::ranges::RecordRange;
 use crate::row_touches::RowTouches;
@@ -112,7 +112,10 @@ fn worker_message(kind: worker_message::Kind) -> Checked<WorkerMessage> {
             WorkerMessage::Diverged { error, has_majority, by_audit }
         }
         Kind::Done(done) => shard_done(done)?,
-        Kind::Evaluated(report) => WorkerMessage::Evaluated(evaluated(report)?),
+        Kind::Evaluated(report) => {
+            let took = Duration::from_micros(report.took_us.min(PHASE_US_MAX));
+            WorkerMessage::Evaluated(evaluated(report)?, took)
+        }
         Kind::Failed(failed) => WorkerMessage::Failed {
             error: clip(failed.error, ERROR_BYTES_MAX),
             ranges: ranges("failed.ranges", failed.ranges)?,
@@ -193,6 +196,11 @@ fn checkpoint_news(news: v1::CheckpointNews) -> Checked<CheckpointNews> {
             step: step(news.step)?,
             name: name(news.name),
             bytes: news.bytes,
+            times: CheckpointTimes {
+                copy_us: news.copy_us.min(PHASE_US_MAX),
+                write_us: news.write_us.min(PHASE_US_MAX),
+                publish_us: news.publish_us.min(PHASE_US_MAX),
+            },
         },
     })
 }

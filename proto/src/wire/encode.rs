@@ -12,8 +12,8 @@ use crate::ids::WorkerId;
 use crate::job::Welcome;
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
-    CheckpointNews, Committed, Evaluated, Failure, Finished, Heartbeat, LedgerReport,
-    MasterMessage, RankStep, StepTimes, Usage, WorkerMessage,
+    CheckpointNews, CheckpointTimes, Committed, Evaluated, Failure, Finished, Heartbeat,
+    LedgerReport, MasterMessage, RankStep, StepTimes, Usage, WorkerMessage,
 };
 use crate::ranges::RecordRange;
 use crate::row_touches::{RowTouches, TablesStatus};
@@ -71,7 +71,7 @@ fn worker_message(message: WorkerMessage) -> worker_message::Kind {
         WorkerMessage::Diverged { error, has_majority, by_audit } => {
             Kind::Diverged(v1::Diverged { error, has_majority, by_audit })
         }
-        WorkerMessage::Evaluated(report) => Kind::Evaluated(evaluated(report)),
+        WorkerMessage::Evaluated(report, took) => Kind::Evaluated(evaluated(report, took)),
         WorkerMessage::Failed { error, ranges: found, fatal, exported } => {
             Kind::Failed(v1::Failed { error, ranges: ranges(&found), fatal, exported })
         }
@@ -132,14 +132,14 @@ fn checkpoint_news(news: CheckpointNews) -> v1::checkpoint_news::Kind {
         CheckpointNews::RowsLost { step, shards, row_touches } => {
             Kind::RowsLost(v1::CheckpointRowsLost { step, shards, row_touches })
         }
-        CheckpointNews::Saved { step, name, bytes } => {
-            Kind::Saved(v1::CheckpointSaved { step, name, bytes })
+        CheckpointNews::Saved { step, name, bytes, times } => {
+            let CheckpointTimes { copy_us, write_us, publish_us } = times;
+            Kind::Saved(v1::CheckpointSaved { step, name, bytes, copy_us, write_us, publish_us })
         }
     }
 }
 
 fn committed(report: Committed) -> v1::Committed {
-    let StepTimes { steps, step_us, reduce_us } = report.times;
     let of_ranks = |value: fn(&RankStep) -> u64| report.ranks.iter().map(value).collect();
     v1::Committed {
         generation: report.generation.0,
@@ -153,7 +153,8 @@ fn committed(report: Committed) -> v1::Committed {
         rank_records: of_ranks(|rank| rank.records),
         checkpoint_us: of_ranks(|rank| rank.checkpoint_us),
         table_bytes: of_ranks(|rank| rank.table_bytes),
-        times: Some(v1::StepTimes { steps, step_us, reduce_us }),
+        times: Some(step_times(report.times)),
+        last: report.last.map(|last| step_times(*last)),
         steps_skipped: report.steps_skipped,
         learning_rate: report.learning_rate,
         first_loss: report.first_loss,
@@ -167,10 +168,15 @@ fn committed(report: Committed) -> v1::Committed {
     }
 }
 
-fn evaluated(report: Evaluated) -> v1::Evaluated {
+fn step_times(StepTimes { steps, step_us, reduce_us }: StepTimes) -> v1::StepTimes {
+    v1::StepTimes { steps, step_us, reduce_us }
+}
+
+fn evaluated(report: Evaluated, took: Duration) -> v1::Evaluated {
+    let took_us = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
     let Evaluated { step, records, metrics } = report;
     let metrics = metrics.into_iter().map(|(name, mean)| (name, mean.unwrap_or(f64::NAN)));
-    v1::Evaluated { step, records, metrics: metrics.collect() }
+    v1::Evaluated { step, records, metrics: metrics.collect(), took_us }
 }
 
 fn finished(report: Finished) -> v1::Finished {

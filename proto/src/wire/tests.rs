@@ -18,8 +18,8 @@ use crate::limits::{DATASET_RECORDS_MAX, ERROR_BYTES_MAX, PATH_BYTES_MAX, STEPS_
 use crate::members::Members;
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
-    CheckpointNews, Committed, Evaluated, Failure, Finished, Heartbeat, Kept, LedgerReport,
-    MasterMessage, RankStep, StepTimes, WorkerMessage,
+    CheckpointNews, CheckpointTimes, Committed, Evaluated, Failure, Finished, Heartbeat, Kept,
+    LedgerReport, MasterMessage, RankStep, StepTimes, WorkerMessage,
 };
 use crate::ranges::RecordRange;
 use crate::row_touches::TablesStatus;
@@ -68,6 +68,7 @@ fn commit() -> v1::Committed {
         checkpoint_us: vec![7, 8],
         table_bytes: vec![3_000, 4_000],
         times: Some(v1::StepTimes { steps: 2, step_us: 900, reduce_us: 300 }),
+        last: Some(v1::StepTimes { steps: 1, step_us: 400, reduce_us: 100 }),
         steps_skipped: 1,
         learning_rate: Some(0.5),
         first_loss: Some(0.75),
@@ -165,7 +166,12 @@ fn every_message_of_a_worker_keeps_every_field() {
         WorkerMessage::Checkpoint(CheckpointNews::OlderRows { name: Some(name()), missing: 7 }),
         restored(9, 8),
         WorkerMessage::Checkpoint(CheckpointNews::RowsLost { step: 9, shards: 2, row_touches: 7 }),
-        WorkerMessage::Checkpoint(CheckpointNews::Saved { step: 9, name: name(), bytes: 7 }),
+        WorkerMessage::Checkpoint(CheckpointNews::Saved {
+            step: 9,
+            name: name(),
+            bytes: 7,
+            times: CheckpointTimes { copy_us: 1, write_us: 2, publish_us: 3 },
+        }),
         WorkerMessage::Committed(Committed {
             generation,
             step: 9,
@@ -190,6 +196,7 @@ fn every_message_of_a_worker_keeps_every_field() {
                 },
             ],
             times: StepTimes { steps: 2, step_us: 900, reduce_us: 300 },
+            last: Some(Box::new(StepTimes { steps: 1, step_us: 400, reduce_us: 100 })),
             steps_skipped: 1,
             learning_rate: Some(0.5),
             first_loss: Some(0.75),
@@ -207,11 +214,14 @@ fn every_message_of_a_worker_keeps_every_field() {
             files: 3,
             first_file: "_SUCCESS".into(),
         }),
-        WorkerMessage::Evaluated(Evaluated {
-            step: 9,
-            records: 5,
-            metrics: [("loss".into(), Some(0.5)), ("nan".into(), None)].into(),
-        }),
+        WorkerMessage::Evaluated(
+            Evaluated {
+                step: 9,
+                records: 5,
+                metrics: [("loss".into(), Some(0.5)), ("nan".into(), None)].into(),
+            },
+            Duration::from_micros(8),
+        ),
         WorkerMessage::Diverged {
             error: "replicas differ".into(),
             has_majority: true,
@@ -562,9 +572,10 @@ fn checkpoint_reports_are_checked_and_truncated() {
     use v1::checkpoint_news::Kind as News;
     let converted = |kind| convert(Kind::Checkpoint(v1::CheckpointNews { kind }));
     let name = "x".repeat(300);
-    let saved = converted(Some(News::Saved(v1::CheckpointSaved { step: 3, name, bytes: 9 })));
+    let news = v1::CheckpointSaved { step: 3, name, bytes: 9, ..Default::default() };
+    let saved = converted(Some(News::Saved(news)));
     let Ok(WorkerMessage::Checkpoint(news)) = saved else { panic!("{saved:?}") };
-    let CheckpointNews::Saved { step: 3, name, bytes: 9 } = news else { panic!("{news:?}") };
+    let CheckpointNews::Saved { step: 3, name, bytes: 9, .. } = news else { panic!("{news:?}") };
     assert_eq!(name, format!("{}…", "x".repeat(256)));
     assert!(converted(None).is_err());
     let restored = |step| {
@@ -579,9 +590,11 @@ fn an_evaluation_is_checked() {
     let metrics =
         |n: usize| (0..n).map(|i| (format!("{i}{}", "x".repeat(200)), f64::NAN)).collect();
     let converted = |n, records| {
-        convert(Kind::Evaluated(v1::Evaluated { step: 3, records, metrics: metrics(n) }))
+        let metrics = metrics(n);
+        convert(Kind::Evaluated(v1::Evaluated { step: 3, records, metrics, took_us: 1 }))
     };
-    let Ok(WorkerMessage::Evaluated(Evaluated { step: 3, metrics, .. })) = converted(100, 1) else {
+    let Ok(WorkerMessage::Evaluated(Evaluated { step: 3, metrics, .. }, _)) = converted(100, 1)
+    else {
         panic!()
     };
     assert!(metrics.len() == 100 && metrics.keys().all(|name| name.len() <= 100 + '…'.len_utf8()));

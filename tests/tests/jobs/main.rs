@@ -40,6 +40,7 @@ mod storage;
 mod table_exports;
 mod tables;
 mod tls;
+mod traces;
 mod trouble;
 
 use elasticdl_tests::Programs;

@@ -122,3 +122,17 @@ fn with_destinations_workers_reach_these_their_job_and_names_and_nothing_else() 
     assert!(!job.allows(master, api_server, 80) && !job.allows(worker, api_server, 6443));
     assert!(Objects::new("left", &["--no-network-policy"]).policies.is_empty());
 }
+
+#[test]
+fn with_destinations_a_master_reaches_its_collector_of_traces_there() {
+    let (collector, port) = (outside([192, 0, 2, 8]), 4318);
+    let egress = ["--egress-to", "192.0.2.8/32:4318"];
+    let plain = Objects::new("left", &egress);
+    assert!(!plain.allows(pod(&plain.master), collector, port));
+    let endpoint = "OTEL_EXPORTER_OTLP_ENDPOINT=http://192.0.2.8:4318";
+    let traced = Objects::new("left", &[&egress[..], &["--env", endpoint]].concat());
+    let master = pod(&traced.master);
+    assert!(traced.allows(master, collector, port) && !traced.allows(master, collector, 4317));
+    assert!(traced.allows(master, outside([198, 51, 100, 1]), 6443));
+    assert!(!traced.allows(master, outside([198, 51, 100, 1]), port));
+}

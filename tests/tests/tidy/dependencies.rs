@@ -147,6 +147,7 @@ const NAMED_BY: &[(&[&str], &[&str])] = &[
     (&["elasticdl-stand-ins"], &[]),
     (&["elasticdl-tables"], &["worker"]),
     (&["k8s-openapi", "kube"], &["master"]),
+    (&["opentelemetry", "opentelemetry-otlp", "opentelemetry_sdk"], &["master"]),
     (&["csv", "object_store", "parquet", "tar"], &["worker/data"]),
     (&["pyo3"], &["worker/python"]),
     (&["tokio"], &["master", "master/cli", "worker", "worker/data"]),

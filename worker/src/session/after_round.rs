@@ -48,7 +48,8 @@ impl Session {
                 .map(|(name, mean)| (name, mean.is_finite().then_some(mean)))
                 .collect();
             let (step, records) = (state.step, plan.records);
-            self.reports.push(WorkerMessage::Evaluated(Evaluated { step, records, metrics }));
+            let report = Evaluated { step, records, metrics };
+            self.reports.push(WorkerMessage::Evaluated(report, took));
         }
         self.phase = Phase::Round { group, assigned: None, computed: false };
         self.end_round(&headers, committed);

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use elasticdl_proto::{Committed, Generation, RankStep, TablesStatus, WorkerMessage};
+use elasticdl_proto::{Committed, Generation, RankStep, StepTimes, TablesStatus, WorkerMessage};
 
 use super::State;
 use crate::session::header::{StepHeader, add_sums};
@@ -16,6 +16,8 @@ pub struct Reports {
     reported_at: Duration,
     /// Time of the last commit in this group.
     committed_at: Option<Duration>,
+    /// Time in the all-reduce since then.
+    reduced: Duration,
 }
 
 impl Reports {
@@ -36,7 +38,7 @@ impl Reports {
     /// A new group has begun: its first step has no one before it.
     pub(super) fn regrouped(&mut self) {
         self.progress = Committed::default();
-        self.committed_at = None;
+        (self.committed_at, self.reduced) = (None, Duration::ZERO);
     }
 
     /// Notes that the group made no step for this time, since its last commit: it is no time of the
@@ -48,7 +50,7 @@ impl Reports {
     /// Duration of the all-reduce of the step that is committed next.
     pub fn reduced(&mut self, took: Duration) {
         if self.committed_at.is_some() {
-            self.progress.times.reduce_us += micros(took);
+            self.reduced += took;
         }
     }
 
@@ -106,9 +108,14 @@ impl Reports {
             table_bytes: h.tables.map_or(0, |held| held.bytes),
         };
         self.progress.ranks = headers.iter().map(step_of).collect();
+        self.progress.last = None;
         if let Some(before) = self.committed_at.replace(now) {
+            let (step_us, reduce_us) = (micros(now.saturating_sub(before)), micros(self.reduced));
+            self.progress.last = Some(Box::new(StepTimes { steps: 1, step_us, reduce_us }));
             self.progress.times.steps += 1;
-            self.progress.times.step_us += micros(now.saturating_sub(before));
+            self.progress.times.step_us += step_us;
+            self.progress.times.reduce_us += reduce_us;
+            self.reduced = Duration::ZERO;
         }
         if now.saturating_sub(self.reported_at) >= REPORT_INTERVAL {
             self.reported_at = now;
@@ -125,7 +132,7 @@ impl Reports {
     }
 }
 
-fn micros(duration: Duration) -> u64 {
+pub(crate) fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 

@@ -10,7 +10,7 @@ use elasticdl_proto::{CheckpointNews, Evaluated, WorkerMessage};
 use elasticdl_tables::SavedShards;
 
 use super::Trainer;
-use super::job_checkpoints::Checkpointing;
+use super::job_checkpoints::{Checkpointing, TimedCheckpoint};
 use super::row_tables::{LostRows, RowTables};
 use super::sharded::ShardedOptimizer;
 use super::stopped::Stopped;
@@ -26,7 +26,7 @@ impl<M: Model> Trainer<'_, M> {
     /// Executes the session's checkpoint tasks. To be called before the state changes again.
     pub(super) fn poll_checkpoint_writer(&mut self) -> Result<(), Failure> {
         let patience_of_last = self.patience_of_last_checkpoint();
-        let store = &mut self.checkpoints.store;
+        let Checkpointing { store, timed, .. } = &mut self.checkpoints;
         if !store.is_written() {
             return Ok(());
         }
@@ -40,7 +40,10 @@ impl<M: Model> Trainer<'_, M> {
                 Completion::Committed { step, name, result } => {
                     self.session.committed_checkpoint(step, result.is_ok());
                     match result {
-                        Ok(bytes) => tell(CheckpointNews::Saved { step, name, bytes }),
+                        Ok(bytes) => {
+                            let times = timed.published(step, self.machine.now() - self.started);
+                            tell(CheckpointNews::Saved { step, name, bytes, times });
+                        }
                         Err(_) if is_told => {}
                         Err(error) => tell(CheckpointNews::Failed { step, error }),
                     }
@@ -65,7 +68,10 @@ impl<M: Model> Trainer<'_, M> {
         let has_parameters = self.sharded.as_ref().is_none_or(ShardedOptimizer::is_gathered);
         while let Some(task) = self.session.poll_checkpoint() {
             match task {
-                Task::Commit { step, parts } => store.commit(step, &parts),
+                Task::Commit { step, parts } => {
+                    timed.written(step, self.machine.now() - self.started);
+                    store.commit(step, &parts);
+                }
                 // The links broke before the parameters of the step were here.
                 Task::Write { step, .. } if !has_parameters => {
                     self.session.wrote_part(step, Err(()));
@@ -89,7 +95,9 @@ impl<M: Model> Trainer<'_, M> {
                     store.write(shard, state.record(), (&parameters, &slots), rows.or(chunks));
                     // A copy of one rank's memory proves nothing about the others'.
                     let digest = digest_of(&parameters, &slots, state);
-                    let took = self.machine.now() - begun;
+                    let copied = self.machine.now();
+                    let took = copied - begun;
+                    *timed = TimedCheckpoint::copied(step, took, copied - self.started);
                     self.session.copied_for_checkpoint(took, digest);
                 }
             }
@@ -141,7 +149,8 @@ impl<M: Model> Trainer<'_, M> {
                     // This job continues as if it had evaluated that state.
                     let (records, name) = (metric.records, metric.name.clone());
                     let metrics = [(name, Some(value))].into();
-                    outbox.send(WorkerMessage::Evaluated(Evaluated { step, records, metrics }));
+                    let report = Evaluated { step, records, metrics };
+                    outbox.send(WorkerMessage::Evaluated(report, Duration::ZERO));
                     if is_held {
                         let (kept, error) = (None, None);
                         outbox.send(WorkerMessage::BestExport { step, kept, error });

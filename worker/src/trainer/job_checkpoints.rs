@@ -8,7 +8,7 @@ use std::time::Duration;
 use elasticdl_collective::Secret;
 use elasticdl_data::Dataset;
 use elasticdl_data::storage::Storage;
-use elasticdl_proto::{OrderName, ParamDtype, WorkerOptions};
+use elasticdl_proto::{CheckpointTimes, OrderName, ParamDtype, WorkerOptions};
 use elasticdl_tables::Table;
 
 use crate::checkpoint::{
@@ -21,6 +21,7 @@ use crate::model::{Model, NamedTensor, tables_of};
 use crate::ordered_reader::order_of;
 use crate::session::evaluation::Plan;
 use crate::session::origin::Program;
+use crate::session::reports::micros;
 use crate::tensor::ModelSize;
 
 /// The checkpoints of a job.
@@ -33,6 +34,39 @@ pub(crate) struct Checkpointing {
     pub(crate) best_metric: Option<BestMetric>,
     /// Whether a checkpoint of another build is as good as one of this build.
     pub(crate) allows_mixed_builds: bool,
+    pub(crate) timed: TimedCheckpoint,
+}
+
+/// The times of the checkpoint that this worker takes part in. Those of another one are unknown: 0.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct TimedCheckpoint {
+    step: u64,
+    times: CheckpointTimes,
+    /// When the phase that has not ended began.
+    since: Duration,
+}
+
+impl TimedCheckpoint {
+    /// Training has stopped for so long, until `now`, to copy the state after `step`.
+    pub(super) fn copied(step: u64, took: Duration, now: Duration) -> Self {
+        let times = CheckpointTimes { copy_us: micros(took), ..CheckpointTimes::default() };
+        Self { step, times, since: now }
+    }
+
+    /// All parts of the checkpoint of `step` are written.
+    pub(super) fn written(&mut self, step: u64, now: Duration) {
+        if self.step == step {
+            self.times.write_us = micros(now.saturating_sub(self.since));
+            self.since = now;
+        }
+    }
+
+    /// The manifest of the checkpoint of `step` is written. Returns its times.
+    pub(super) fn published(&self, step: u64, now: Duration) -> CheckpointTimes {
+        let publish_us = micros(now.saturating_sub(self.since));
+        let times = CheckpointTimes { publish_us, ..self.times };
+        if self.step == step { times } else { CheckpointTimes::default() }
+    }
 }
 
 /// What tells the runs of jobs apart: a job that is started again has another secret.
@@ -135,6 +169,7 @@ impl Checkpointing {
             run,
             best_metric,
             allows_mixed_builds: options.allow_mixed_builds,
+            timed: TimedCheckpoint::default(),
         })
     }
 }

@@ -61,6 +61,9 @@ pub(crate) struct ClusterOptions {
     /// Limit connections from the pods: workers can connect to each other, to the master and to
     /// these addresses, as CIDR[:PORT],CIDR[:PORT], or `none`; the master to the API server.
     /// [default: no limit]
+    ///
+    /// A master that gets variables of MLflow or OpenTelemetry by --env can connect to these
+    /// addresses, too.
     #[arg(long, value_name = "LIST", value_parser = parse_destinations)]
     pub(crate) egress_to: Option<Destinations>,
 

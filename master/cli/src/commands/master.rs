@@ -11,7 +11,7 @@ use elasticdl_master::progress::Progress;
 
 use crate::args::parse_job_name;
 use crate::log_output::LogOutput;
-use crate::process::{Failure, new_runtime, raise_open_files};
+use crate::process::{BLOCKED_MAX, Failure, new_runtime, raise_open_files};
 use crate::progress::{LogFormat, ProgressPrinter};
 
 /// Arguments of `elasticdl master`.
@@ -54,5 +54,8 @@ pub(super) fn master(args: MasterArgs) -> Result<u8, Failure> {
     let MasterArgs { job_name, pod, token_file, tls_cert, tls_key } = args;
     let master = ClusterMaster { job_name, pod, token_file, tls_cert, tls_key };
     let progress = Progress::shown_by(ProgressPrinter::on_stderr(LogFormat::Text, None));
-    new_runtime()?.block_on(master.run(progress))
+    let runtime = new_runtime()?;
+    let led = runtime.block_on(master.run(progress));
+    runtime.shutdown_timeout(BLOCKED_MAX);
+    led
 }

@@ -215,7 +215,7 @@ pub(crate) fn warnings(summary: &Summary, has_table: bool) -> Vec<String> {
     });
     let untracked = summary.tracking_error.as_ref();
     let untracked = untracked
-        .map(|error| format!("MLflow does not have all metrics of the job: {}", one_line(error)));
+        .map(|error| format!("not all metrics or traces are exported: {}", one_line(error)));
     let best = summary.evaluations.as_ref().and_then(|known| known.export_error.as_deref());
     let best = best.map(|error| format!("the best model was not exported: {}", one_line(error)));
     [lost, rows, failed, best, skipped, untracked].into_iter().flatten().collect()

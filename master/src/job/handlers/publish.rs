@@ -172,7 +172,7 @@ impl Job {
         };
         self.log_recovery();
         self.log_event(describe(&record, start));
-        self.reporting.publish(record, begun.survivors.into_iter().collect());
+        self.reporting.publish(now, record, begun.survivors.into_iter().collect());
         self.broadcast_membership(abort, carries_state, &excluded);
         self.store_last_copy();
         self.send_donors();

@@ -94,6 +94,7 @@ impl Job {
         self.group.note_commit();
         self.group.note_progress(now);
         self.reporting.commit(now, report.step - known, report);
+        self.reporting.trace_step(now, report, self.group.members());
         let done = EpochsDone { before, complete, all: self.spec.options.epochs };
         let epochs_line = self.reporting.epochs.commit(now, report, done);
         for (rank, &member) in self.group.members().iter().enumerate() {

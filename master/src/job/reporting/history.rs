@@ -21,6 +21,7 @@ use super::lifetimes::Lifetimes;
 use super::smoothed::Smoothed;
 use super::speed::Speed;
 use super::storage_waits::StorageWaits;
+use super::traced::{Interval, Traced};
 use crate::job::event::{Committed, Finished, Phases};
 use crate::job::text::clip;
 use crate::job::time::Time;
@@ -58,6 +59,10 @@ pub(crate) struct JobHistory {
     pub(super) evaluations: EvaluationsSummary,
     /// Evaluations since this master started, numbered from 1; the newest.
     pub(super) evaluated: Arc<Vec<(u64, Evaluated)>>,
+    /// What has taken time since this master started; the newest.
+    pub(super) traced: Arc<VecDeque<Interval>>,
+    /// When a step was noted there.
+    pub(super) step_traced: Option<Time>,
     /// Why the tracking server does not have all metrics.
     pub(super) tracking_error: Option<String>,
     /// Description of the last counted worker failure.
@@ -77,6 +82,7 @@ pub(crate) struct JobHistory {
 #[derive(Debug)]
 struct Change {
     generation: Generation,
+    published: Time,
     /// Survivors that have not reported their first step.
     waiting: BTreeSet<WorkerId>,
     /// Time of the first report.
@@ -210,10 +216,16 @@ impl JobHistory {
     }
 
     /// Adds a published generation; `survivors` continue in it.
-    pub(crate) fn publish(&mut self, record: MembershipChange, survivors: BTreeSet<WorkerId>) {
+    pub(crate) fn publish(
+        &mut self,
+        now: Time,
+        record: MembershipChange,
+        survivors: BTreeSet<WorkerId>,
+    ) {
         self.count_change();
+        let generation = record.generation;
         self.change =
-            Some(Change { generation: record.generation, waiting: survivors, resumed: None });
+            Some(Change { generation, published: now, waiting: survivors, resumed: None });
         self.named += record.named();
         self.memberships.push_back(record);
         while self.memberships.len() > MEMBERSHIPS_MAX
@@ -234,6 +246,12 @@ impl JobHistory {
         if let Some(record) = self.memberships.back_mut() {
             record.at_step = step;
             self.totals.peak = self.totals.peak.max(record.world_size);
+        }
+        // Nobody in it will report a pause.
+        let change = self.change.as_ref().filter(|change| change.waiting.is_empty());
+        if let (Some(change), Some(record)) = (change, self.memberships.back()) {
+            let (took, record) = (now.since(change.published), record.clone());
+            self.trace(now, took, record.generation, Traced::Membership(record));
         }
     }
 
@@ -261,7 +279,8 @@ impl JobHistory {
         let Some(change) = self.change.as_mut().filter(|c| c.generation == generation) else {
             // The next change was published before the first report of this one.
             if is_first {
-                self.counters.recover(record);
+                let record = record.clone();
+                self.count_recovery(now, record);
             }
             return false;
         };
@@ -300,14 +319,18 @@ impl JobHistory {
 
     /// Counts the newest change's pause, which is final now.
     fn count_change(&mut self) {
-        let resumed = self.change.as_ref().filter(|change| change.resumed.is_some());
-        let record = self
-            .memberships
-            .back()
-            .filter(|r| resumed.is_some_and(|c| c.generation == r.generation));
-        if let Some(record) = record {
-            self.counters.recover(record);
+        let Some(Change { generation, resumed: Some(resumed), .. }) = self.change else { return };
+        if let Some(record) = self.memberships.back().filter(|r| r.generation == generation) {
+            let record = record.clone();
+            self.count_recovery(resumed, record);
         }
+    }
+
+    /// Counts a pause, whose first report came at `resumed`.
+    fn count_recovery(&mut self, resumed: Time, record: MembershipChange) {
+        self.counters.recover(&record);
+        let gap = Duration::from_secs_f64(record.gap_ms.unwrap_or_default() / 1000.0);
+        self.trace(resumed, gap, record.generation, Traced::Membership(record));
     }
 
     /// Notes a commit of `steps` new steps.

@@ -11,4 +11,5 @@ mod smoothed;
 pub(crate) mod speed;
 mod steps;
 mod storage_waits;
+pub(crate) mod traced;
 pub(crate) mod views;

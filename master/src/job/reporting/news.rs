@@ -3,13 +3,15 @@
 use std::time::Duration;
 
 use elasticdl_proto::{
-    BestEvaluation, CheckpointEvery, Kept, RestoredCheckpoint, SavedCheckpoint, WorkerId,
+    BestEvaluation, CheckpointEvery, CheckpointTimes, Kept, RestoredCheckpoint, SavedCheckpoint,
+    WorkerId,
 };
 
 use crate::job::action::MasterMessage;
 use crate::job::event::{CheckpointNews, Evaluated};
 use crate::job::job::Job;
 use crate::job::lifecycle::state_loss::FIRST_CHECKPOINT;
+use crate::job::reporting::traced::Traced;
 use crate::job::spec::OnRowsLost;
 use crate::job::text::{clip, counted, format_metrics, format_value};
 use crate::job::time::Time;
@@ -145,12 +147,18 @@ impl Job {
                 })
             }
             // Shown in the status only, unless others have failed: there may be very many.
-            CheckpointNews::Saved { step, name, bytes } => {
+            CheckpointNews::Saved { step, name, bytes, times } => {
                 known.saved += 1;
-                known.newest = Some(SavedCheckpoint { step, name, bytes });
+                known.newest = Some(SavedCheckpoint { step, name: name.clone(), bytes });
                 // One that hung makes up for none that a group that ends has left out.
                 let makes_up = self.lifecycle.is_running() || step >= last;
                 let failed_before = makes_up && known.error.take().is_some();
+                let CheckpointTimes { copy_us, write_us, publish_us } = times;
+                let took = Duration::from_micros(copy_us + write_us + publish_us);
+                let what = Traced::Checkpoint { step, name, bytes, worker, times };
+                if !took.is_zero() {
+                    self.reporting.trace(now, took, self.group.generation(), what);
+                }
                 (failed_before || was_late)
                     .then(|| format!("checkpoints are written again: that of step {step} is"))
             }
@@ -166,8 +174,12 @@ impl Job {
 
     // ---- evaluations ----
 
-    pub(crate) fn on_evaluated(&mut self, report: Evaluated) {
+    pub(crate) fn on_evaluated(&mut self, now: Time, report: Evaluated, took: Duration) {
         let Some(spec) = &self.spec.options.validation else { return };
+        if !took.is_zero() {
+            let what = Traced::Evaluation(report.clone());
+            self.reporting.trace(now, took, self.group.generation(), what);
+        }
         let known = &mut self.reporting.evaluations;
         // A group that started from a checkpoint repeats steps.
         known.all.retain(|before| before.step < report.step);
@@ -251,6 +263,14 @@ impl Job {
         *known = error.map(|error| clip(&error).to_owned());
         self.out.mark_dirty();
         line.into_iter().chain(kept).for_each(|line| self.log_event(line));
+    }
+
+    /// Whether the collector takes the job's traces.
+    pub(crate) fn on_traced(&mut self, error: Option<String>) {
+        self.log_event(match error {
+            Some(error) => format!("the job's traces are not exported: {}", clip(&error)),
+            None => "the job's traces are exported again".into(),
+        });
     }
 
     /// Whether the tracking server takes the job's metrics.

@@ -1,6 +1,6 @@
 //! What a job shows of itself: its status and its summary.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,6 +12,7 @@ use elasticdl_proto::{
 
 use super::counters::Counters;
 use super::lifetimes::WorkerLifetime;
+use super::traced::Interval;
 use crate::job::action::Outcome;
 use crate::job::data::ledger_cache::LedgerCache;
 use crate::job::data::shard_leases::ShardLeases;
@@ -38,6 +39,8 @@ pub struct Snapshot {
     pub counters: Counters,
     /// Evaluations since this master started, numbered from 1; the newest 1000.
     pub evaluations: Arc<Vec<(u64, Evaluated)>>,
+    /// What has taken time since this master started, the newest, by number.
+    pub traced: Arc<VecDeque<Interval>>,
     /// Lifetimes of workers since this master started.
     pub lifetimes: Arc<BTreeMap<WorkerId, WorkerLifetime>>,
 }
@@ -53,6 +56,7 @@ impl Job {
             status: self.status(now),
             counters: self.reporting.counters.clone(),
             evaluations: Arc::clone(&self.reporting.evaluated),
+            traced: Arc::clone(&self.reporting.traced),
             lifetimes: self.reporting.lifetimes.share(),
         }
     }

@@ -37,7 +37,12 @@ fn news(job: &mut Job, news: CheckpointNews) {
 }
 
 fn saved(step: u64) -> CheckpointNews {
-    CheckpointNews::Saved { step, name: format!("step-{step}"), bytes: 8 }
+    CheckpointNews::Saved {
+        step,
+        name: format!("step-{step}"),
+        bytes: 8,
+        times: Default::default(),
+    }
 }
 
 #[test]

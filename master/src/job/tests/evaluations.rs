@@ -1,5 +1,7 @@
 //! Evaluations of the model.
 
+use std::time::Duration;
+
 use elasticdl_proto::Kept;
 use elasticdl_proto::WorkerOptions;
 
@@ -30,11 +32,10 @@ fn evaluated(job: &mut Job, step: u64, loss: Option<f64>) {
     deliver(
         job,
         1,
-        WorkerMessage::Evaluated(Evaluated {
-            step,
-            records: 5,
-            metrics: [("loss".into(), loss)].into(),
-        }),
+        WorkerMessage::Evaluated(
+            Evaluated { step, records: 5, metrics: [("loss".into(), loss)].into() },
+            Duration::from_millis(20),
+        ),
     );
 }
 

@@ -166,7 +166,7 @@ fn an_evaluation_is_not_a_step() {
     deliver(&mut job, 0, 1, committed(1, 1, &[(0, 4)]));
     pass(&mut job, (0, 600), &[1], &[]);
     let evaluated = Evaluated { step: 1, records: 4, metrics: Default::default() };
-    deliver(&mut job, 600_000, 1, WorkerMessage::Evaluated(evaluated));
+    deliver(&mut job, 600_000, 1, WorkerMessage::Evaluated(evaluated, Duration::ZERO));
     assert_eq!(asked_and_killed(&mut job).0, [0; 0]);
     pass(&mut job, (600, 632), &[1], &[]);
     assert_eq!(asked_and_killed(&mut job).0, [1]);

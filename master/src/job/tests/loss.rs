@@ -99,7 +99,12 @@ fn a_job_whose_checkpoints_were_removed_says_so() {
     for (written, advice) in [(true, "some were written, and /c must"), (false, "more often")] {
         let mut job = started(alone(true), &[20]);
         if written {
-            let news = CheckpointNews::Saved { step: 2, name: "step-2".into(), bytes: 1 };
+            let news = CheckpointNews::Saved {
+                step: 2,
+                name: "step-2".into(),
+                bytes: 1,
+                times: Default::default(),
+            };
             deliver(&mut job, 1, WorkerMessage::Checkpoint(news));
         }
         trains_late(&mut job);

@@ -31,5 +31,6 @@ mod suspension;
 mod table_servers;
 mod takeover;
 mod topology;
+mod traced;
 mod trouble;
 mod world;

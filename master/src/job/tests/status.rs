@@ -164,10 +164,10 @@ fn fewer_membership_changes_are_kept_if_they_name_many_workers() {
         ..MembershipChange::default()
     };
     let mut history = history::JobHistory::default();
-    (1..=200).for_each(|generation| history.publish(record(generation), Default::default()));
+    (1..=200).for_each(|generation| history.publish(at(0), record(generation), Default::default()));
     assert_eq!((history.memberships().len(), history.memberships()[0].generation.0), (50, 151));
     let huge = MembershipChange { lost: vec![WorkerId(1); 200_000], ..record(201) };
-    history.publish(huge, Default::default());
+    history.publish(at(0), huge, Default::default());
     assert_eq!(history.memberships().len(), 1);
 }
 

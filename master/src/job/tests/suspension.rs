@@ -70,7 +70,12 @@ fn suspended() -> Job {
     let mut job = started(with_checkpoints(2), &[20]);
     deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
     job.handle(at(0), Event::Suspend);
-    let news = CheckpointNews::Saved { step: 3, name: "step-3".into(), bytes: 1 };
+    let news = CheckpointNews::Saved {
+        step: 3,
+        name: "step-3".into(),
+        bytes: 1,
+        times: Default::default(),
+    };
     deliver(&mut job, 1, WorkerMessage::Checkpoint(news));
     [1, 2].into_iter().for_each(|worker| end_with_checkpoint(&mut job, worker, 1, 3));
     [1, 2].into_iter().for_each(|worker| end_process(&mut job, worker));
@@ -87,7 +92,12 @@ fn workers_end_with_a_checkpoint_and_none_is_started_before_the_job_is_resumed()
     assert_eq!((asked_to_suspend(&sent), released(&sent)), (vec![1, 2], vec![]));
     assert_eq!(state(&job), "suspending");
     // The group continues until both have written the checkpoint.
-    let news = CheckpointNews::Saved { step: 3, name: "step-3".into(), bytes: 1 };
+    let news = CheckpointNews::Saved {
+        step: 3,
+        name: "step-3".into(),
+        bytes: 1,
+        times: Default::default(),
+    };
     deliver(&mut job, 1, WorkerMessage::Checkpoint(news));
     end_with_checkpoint(&mut job, 1, 1, 3);
     assert_eq!(released(&actions(&mut job)), [0; 0]);

@@ -449,7 +449,8 @@ fn a_job_that_has_a_checkpoint_does_not_begin_again() {
     let spec = JobSpec { restart_without_checkpoint: false, ..alone };
     let mut job = started(spec, &[40]);
     deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
-    let saved = CheckpointNews::Saved { step: 2, name: "step".into(), bytes: 1 };
+    let saved =
+        CheckpointNews::Saved { step: 2, name: "step".into(), bytes: 1, times: Default::default() };
     deliver(&mut job, 1, WorkerMessage::Checkpoint(saved));
     ended(&mut job, 1, Exit::Signal(9));
     connect(&mut job, 2);

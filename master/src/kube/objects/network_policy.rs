@@ -21,6 +21,7 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 use super::metadata::metadata;
 use super::names::{JOB_LABEL, PORT, ROLE_LABEL, master_name};
+use super::parts::tracking_environment;
 use super::request::Request;
 use crate::kube::options::{Destination, MetricsSource};
 
@@ -51,7 +52,11 @@ pub(super) fn policies(request: &Request) -> Vec<NetworkPolicy> {
             &master_name(job),
             "master",
             to_master(request),
-            destinations.map(|_| from_master(&request.pods.api_server_ports)),
+            destinations.map(|destinations| {
+                let sends = !tracking_environment(&request.pods).is_empty();
+                let destinations = if sends { destinations } else { &[] };
+                from_master(&request.pods.api_server_ports, destinations)
+            }),
         ),
         policy(
             &format!("{job}-worker"),
@@ -97,10 +102,14 @@ fn peer_of(source: &MetricsSource) -> Option<NetworkPolicyPeer> {
 }
 
 /// The master needs the API server and name resolution. The addresses of API servers change, and no
-/// label selects them.
-fn from_master(api_server_ports: &[u16]) -> Vec<NetworkPolicyEgressRule> {
+/// label selects them. A tracking server or a collector of traces is at one of the `destinations`.
+fn from_master(
+    api_server_ports: &[u16],
+    destinations: &[Destination],
+) -> Vec<NetworkPolicyEgressRule> {
     let ports = api_server_ports.iter().map(|&number| port("TCP", number.into())).collect();
-    vec![names(), NetworkPolicyEgressRule { to: None, ports: Some(ports) }]
+    let api_server = NetworkPolicyEgressRule { to: None, ports: Some(ports) };
+    [names(), api_server].into_iter().chain(destinations.iter().map(to_destination)).collect()
 }
 
 fn from_workers(job: &str, destinations: &[Destination]) -> Vec<NetworkPolicyEgressRule> {
@@ -109,12 +118,15 @@ fn from_workers(job: &str, destinations: &[Destination]) -> Vec<NetworkPolicyEgr
         to: Some(vec![peer(pods_of(job, "master"))]),
         ports: Some(vec![port("TCP", PORT)]),
     };
-    let others =
-        destinations.iter().map(|Destination { cidr, port: number }| NetworkPolicyEgressRule {
-            to: Some(vec![addresses(cidr)]),
-            ports: number.map(|number| vec![port("TCP", number.into())]),
-        });
+    let others = destinations.iter().map(to_destination);
     [names(), within, master].into_iter().chain(others).collect()
+}
+
+fn to_destination(Destination { cidr, port: number }: &Destination) -> NetworkPolicyEgressRule {
+    NetworkPolicyEgressRule {
+        to: Some(vec![addresses(cidr)]),
+        ports: number.map(|number| vec![port("TCP", number.into())]),
+    }
 }
 
 /// Name resolution, wherever the cluster's servers are.

@@ -284,11 +284,14 @@ pub(super) fn secret_environment(all: &[SecretEnv]) -> (Vec<EnvVar>, Vec<EnvFrom
 }
 
 /// Variables of the workers that the master gets too: those of MLflow, to whose server it sends the
-/// job's metrics.
+/// job's metrics, and of OpenTelemetry, to whose collector it sends traces.
 pub(super) fn tracking_environment(pods: &PodOptions) -> Vec<EnvVar> {
     let plain = pods.env.iter().map(|(name, value)| variable(name, value));
     let (secret, _) = secret_environment(&pods.env_from_secret);
-    plain.chain(secret).filter(|variable| variable.name.starts_with("MLFLOW_")).collect()
+    let is_of_master = |variable: &EnvVar| {
+        ["MLFLOW_", "OTEL_"].iter().any(|prefix| variable.name.starts_with(prefix))
+    };
+    plain.chain(secret).filter(is_of_master).collect()
 }
 
 /// Variables that the user may set otherwise. Numbers of threads: the requested CPUs, not the

@@ -179,10 +179,11 @@ fn variables_from_secrets_are_references_in_the_worker_alone() {
 }
 
 #[test]
-fn the_master_gets_the_variables_of_mlflow_and_no_others() {
+fn the_master_gets_the_variables_of_mlflow_and_opentelemetry_and_no_others() {
     let mut request = request();
     let uri = ("MLFLOW_TRACKING_URI".to_owned(), "http://mlflow:5000".to_owned());
-    request.pods.env.push(uri);
+    let endpoint = ("OTEL_EXPORTER_OTLP_ENDPOINT".to_owned(), "http://otel:4318".to_owned());
+    request.pods.env.extend([uri, endpoint]);
     request.pods.env_from_secret = ["bucket", "TOKEN=hub:token", "MLFLOW_TRACKING_TOKEN=hub:flow"]
         .map(|text| parse_env_from_secret(text).unwrap())
         .into();
@@ -190,9 +191,10 @@ fn the_master_gets_the_variables_of_mlflow_and_no_others() {
     let container = &job["spec"]["template"]["spec"]["containers"][0];
     let secret = json!({"secretKeyRef": {"name": "hub", "key": "flow"}});
     let env = container["env"].as_array().unwrap();
-    assert_eq!(env.len(), 5, "{env:?}");
+    assert_eq!(env.len(), 6, "{env:?}");
     assert_eq!(env[0], json!({"name": "MLFLOW_TRACKING_URI", "value": "http://mlflow:5000"}));
-    assert_eq!(env[1], json!({"name": "MLFLOW_TRACKING_TOKEN", "valueFrom": secret}));
+    assert_eq!(env[1], json!({"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://otel:4318"}));
+    assert_eq!(env[2], json!({"name": "MLFLOW_TRACKING_TOKEN", "valueFrom": secret}));
     assert_eq!(container["envFrom"], Value::Null);
 }
 

@@ -22,8 +22,8 @@ use tracing::warn;
 use super::local_job::LocalJob;
 use super::request::StartRequest;
 use crate::process::{
-    Console, EXIT_FAILED, EXIT_OK, EXIT_USAGE, Failure, cannot, code_of_summary, new_runtime,
-    print_warning, raise_open_files,
+    BLOCKED_MAX, Console, EXIT_FAILED, EXIT_OK, EXIT_USAGE, Failure, cannot, code_of_summary,
+    new_runtime, print_warning, raise_open_files,
 };
 use crate::progress::{LogFormat, ProgressPrinter};
 use crate::render::{Paths, print_job_error, print_summary, warnings};
@@ -168,6 +168,8 @@ pub(super) fn lead(job: LocalMaster, dir: &JobDir, console: Console) -> Result<L
     // Signals are handled on this thread: one that waits for a disk that hangs handles none.
     let run = || runtime.block_on(job.run(dir, || progress(dir, console), shows_link));
     let led = thread::scope(|scope| scope.spawn(run).join());
+    // A name server that does not answer delays no end.
+    runtime.shutdown_timeout(BLOCKED_MAX);
     led.unwrap_or_else(|panicked| resume_unwind(panicked))
 }
 
