@@ -121,6 +121,7 @@ fn membership() -> Membership {
 
 #[test]
 fn every_message_of_a_worker_keeps_every_field() {
+    let times = CheckpointTimes { copy_us: 1, write_us: 2, publish_us: 3 };
     let generation = Generation(4);
     let ranges = vec![RecordRange { epoch: 1, start: 2, end: 5 }];
     let ledger = LedgerReport { epochs_complete: 1, ranges: ranges.clone(), repeated: 3 };
@@ -166,12 +167,7 @@ fn every_message_of_a_worker_keeps_every_field() {
         WorkerMessage::Checkpoint(CheckpointNews::OlderRows { name: Some(name()), missing: 7 }),
         restored(9, 8),
         WorkerMessage::Checkpoint(CheckpointNews::RowsLost { step: 9, shards: 2, row_touches: 7 }),
-        WorkerMessage::Checkpoint(CheckpointNews::Saved {
-            step: 9,
-            name: name(),
-            bytes: 7,
-            times: CheckpointTimes { copy_us: 1, write_us: 2, publish_us: 3 },
-        }),
+        WorkerMessage::Checkpoint(CheckpointNews::Saved { step: 9, name: name(), bytes: 7, times }),
         WorkerMessage::Committed(Committed {
             generation,
             step: 9,

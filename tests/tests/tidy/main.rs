@@ -431,7 +431,7 @@ fn is_form(word: &str, refused: &str) -> bool {
 const COLUMNS_MAX: usize = 100;
 
 /// Files that read the wall clock, and what for.
-const WALL_CLOCK: [(&str, &str); 18] = [
+const WALL_CLOCK: [(&str, &str); 19] = [
     ("master/cli/src/backend/cluster.rs", "times shown to the user"),
     ("master/cli/src/backend/list.rs", "times shown to the user"),
     ("master/cli/src/commands/start/cluster_job.rs", "times of lines of output"),
@@ -448,6 +448,7 @@ const WALL_CLOCK: [(&str, &str); 18] = [
     ("master/src/kube/leader_lease.rs", "times in the Lease, for its readers"),
     ("master/src/kube/requests.rs", "times of Events"),
     ("master/src/mlflow.rs", "times of metrics"),
+    ("master/src/otlp.rs", "times of spans"),
     ("master/src/tensorboard.rs", "times of metrics"),
     ("worker/src/checkpoint/writer.rs", "when a checkpoint was written, for the user"),
 ];

@@ -94,7 +94,7 @@ impl Job {
         self.group.note_commit();
         self.group.note_progress(now);
         self.reporting.commit(now, report.step - known, report);
-        self.reporting.trace_step(now, report, self.group.members());
+        self.reporting.intervals.note_step(now, report, self.group.members());
         let done = EpochsDone { before, complete, all: self.spec.options.epochs };
         let epochs_line = self.reporting.epochs.commit(now, report, done);
         for (rank, &member) in self.group.members().iter().enumerate() {
@@ -114,7 +114,7 @@ impl Job {
         }
         self.watch_checkpoints(now);
         self.try_finish_takeover(now);
-        if self.reporting.is_late(now) {
+        if self.reporting.changes.is_late(now) {
             self.log_recovery();
         }
         self.autoscale(now, report.step - known, report);

@@ -8,12 +8,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use elasticdl_proto::{
-    AuditSummary, Cause, CheckpointsSummary, Evaluated, EvaluationsSummary, FailedShard,
-    Generation, LossSummary, MembershipChange, RowsLoss, SavedCheckpoint, SkippedRecords,
-    StateLoss, TablesStatus, ThroughputSummary, WorkerId,
+    AuditSummary, CheckpointsSummary, Evaluated, EvaluationsSummary, FailedShard, Generation,
+    LossSummary, MembershipChange, RowsLoss, SavedCheckpoint, SkippedRecords, StateLoss,
+    TablesStatus, ThroughputSummary, WorkerId,
 };
 use serde::{Deserialize, Serialize};
 
+use super::changes::{Changes, Recovered, recovery_line};
 use super::counters::{Counters, End};
 use super::epochs::EpochLines;
 use super::late_checkpoints::LateCheckpoints;
@@ -21,7 +22,7 @@ use super::lifetimes::Lifetimes;
 use super::smoothed::Smoothed;
 use super::speed::Speed;
 use super::storage_waits::StorageWaits;
-use super::traced::{Interval, Traced};
+use super::traced::{Intervals, Traced};
 use crate::job::event::{Committed, Finished, Phases};
 use crate::job::text::clip;
 use crate::job::time::Time;
@@ -31,11 +32,7 @@ use crate::job::time::Time;
 pub(crate) struct JobHistory {
     events: VecDeque<String>,
     events_emitted: u64,
-    memberships: VecDeque<MembershipChange>,
-    /// Number of workers that `memberships` names.
-    named: usize,
-    /// The newest change, until its pause has been logged.
-    change: Option<Change>,
+    pub(crate) changes: Changes,
     failed_shards: Vec<FailedShard>,
     pub(crate) totals: Totals,
     pub(super) smoothed: Smoothed,
@@ -59,10 +56,7 @@ pub(crate) struct JobHistory {
     pub(super) evaluations: EvaluationsSummary,
     /// Evaluations since this master started, numbered from 1; the newest.
     pub(super) evaluated: Arc<Vec<(u64, Evaluated)>>,
-    /// What has taken time since this master started; the newest.
-    pub(super) traced: Arc<VecDeque<Interval>>,
-    /// When a step was noted there.
-    pub(super) step_traced: Option<Time>,
+    pub(crate) intervals: Intervals,
     /// Why the tracking server does not have all metrics.
     pub(super) tracking_error: Option<String>,
     /// Description of the last counted worker failure.
@@ -76,17 +70,6 @@ pub(crate) struct JobHistory {
     exported_by_failed: bool,
     /// Touches of the state that a group gives up because rows are lost.
     pub(super) lost_touches: Option<u64>,
-}
-
-/// A membership change in progress: members have not committed their first step yet.
-#[derive(Debug)]
-struct Change {
-    generation: Generation,
-    published: Time,
-    /// Survivors that have not reported their first step.
-    waiting: BTreeSet<WorkerId>,
-    /// Time of the first report.
-    resumed: Option<Time>,
 }
 
 /// The part of the history that outlives a master.
@@ -132,8 +115,7 @@ impl JobHistory {
     pub(crate) fn restore(record: PersistedHistory) -> Self {
         let PersistedHistory { memberships, failed_shards, evaluations, totals } = record;
         Self {
-            named: memberships.iter().map(MembershipChange::named).sum(),
-            memberships: memberships.into(),
+            changes: Changes::restore(memberships),
             failed_shards,
             evaluations,
             totals,
@@ -142,7 +124,7 @@ impl JobHistory {
     }
 
     pub(crate) fn record(&self) -> PersistedHistory {
-        let newest = self.memberships.iter().rev().take(MEMBERSHIPS_RECORDED_MAX);
+        let newest = self.changes.all().rev().take(MEMBERSHIPS_RECORDED_MAX);
         let mut memberships = first_within(newest, MEMBERSHIPS_RECORDED_BYTES_MAX);
         memberships.reverse();
         let mut all =
@@ -222,18 +204,8 @@ impl JobHistory {
         record: MembershipChange,
         survivors: BTreeSet<WorkerId>,
     ) {
-        self.count_change();
-        let generation = record.generation;
-        self.change =
-            Some(Change { generation, published: now, waiting: survivors, resumed: None });
-        self.named += record.named();
-        self.memberships.push_back(record);
-        while self.memberships.len() > MEMBERSHIPS_MAX
-            || (self.named > NAMED_TOTAL_MAX && self.memberships.len() > 1)
-        {
-            let oldest = self.memberships.pop_front().expect("there is more than one");
-            self.named -= oldest.named();
-        }
+        let before = self.changes.publish(now, record, survivors);
+        self.count_recovery(before.as_ref());
     }
 
     /// Notes that the newest generation formed at `step`. `begun`: records and steps of the state
@@ -243,15 +215,11 @@ impl JobHistory {
             (self.totals.formed_first, self.totals.begun_with) = (Some(now), begun);
             self.speed.begin(now);
         }
-        if let Some(record) = self.memberships.back_mut() {
-            record.at_step = step;
-            self.totals.peak = self.totals.peak.max(record.world_size);
-        }
-        // Nobody in it will report a pause.
-        let change = self.change.as_ref().filter(|change| change.waiting.is_empty());
-        if let (Some(change), Some(record)) = (change, self.memberships.back()) {
-            let (took, record) = (now.since(change.published), record.clone());
-            self.trace(now, took, record.generation, Traced::Membership(record));
+        let Some((record, published)) = self.changes.form(step) else { return };
+        self.totals.peak = self.totals.peak.max(record.world_size);
+        if let Some(published) = published {
+            let (generation, what) = (record.generation, Traced::Membership(record.clone()));
+            self.intervals.note(now, now.since(published), generation, what);
         }
     }
 
@@ -264,73 +232,24 @@ impl JobHistory {
         generation: Generation,
         phases: Phases,
     ) -> bool {
-        let newest_first = self.memberships.iter_mut().rev();
-        let Some(record) = newest_first.take_while(|r| r.generation >= generation).last() else {
-            return false;
-        };
-        if record.generation != generation || record.cause == Cause::Start {
-            return false;
-        }
-        let gap = ms(phases.gap_us());
-        let is_first = record.gap_ms.is_none();
-        if record.gap_ms.is_none_or(|known| known < gap) {
-            record_phases(record, gap, phases);
-        }
-        let Some(change) = self.change.as_mut().filter(|c| c.generation == generation) else {
-            // The next change was published before the first report of this one.
-            if is_first {
-                let record = record.clone();
-                self.count_recovery(now, record);
-            }
-            return false;
-        };
-        change.resumed.get_or_insert(now);
-        change.waiting.remove(&worker);
-        change.waiting.is_empty()
-    }
-
-    /// Whether the wait for further reports is over. A member that had never committed a step
-    /// reports no pause.
-    pub(crate) fn is_late(&self, now: Time) -> bool {
-        let resumed = self.change.as_ref().and_then(|change| change.resumed);
-        resumed.is_some_and(|at| now.since(at) >= RESUME_WAIT)
+        let (are_all, late) = self.changes.resume(now, worker, generation, phases);
+        self.count_recovery(late.as_ref());
+        are_all
     }
 
     /// The log line about the newest change's pause; given once, and only if a member has reported.
     pub(crate) fn recovery_line(&mut self) -> Option<String> {
-        self.change.as_ref()?.resumed?;
-        self.count_change();
-        let Change { generation, .. } = self.change.take()?;
-        let record = self.memberships.back().filter(|r| r.generation == generation)?;
-        let phases: Vec<String> = record
-            .phases()
-            .into_iter()
-            .filter_map(|(name, ms)| ms.map(|ms| format!("{name} {ms:.1}")))
-            .collect();
-        Some(format!(
-            "generation {generation} ({}): continued at step {}, {:.1} ms after the last step \
-             before the change ({})",
-            record.cause.name(),
-            record.at_step,
-            record.gap_ms?,
-            phases.join(", ")
-        ))
+        let recovered = self.changes.take_recovered();
+        self.count_recovery(recovered.as_ref());
+        recovery_line(&recovered?.1)
     }
 
-    /// Counts the newest change's pause, which is final now.
-    fn count_change(&mut self) {
-        let Some(Change { generation, resumed: Some(resumed), .. }) = self.change else { return };
-        if let Some(record) = self.memberships.back().filter(|r| r.generation == generation) {
-            let record = record.clone();
-            self.count_recovery(resumed, record);
-        }
-    }
-
-    /// Counts a pause, whose first report came at `resumed`.
-    fn count_recovery(&mut self, resumed: Time, record: MembershipChange) {
-        self.counters.recover(&record);
+    fn count_recovery(&mut self, recovered: Option<&Recovered>) {
+        let Some((resumed, record)) = recovered else { return };
+        self.counters.recover(record);
         let gap = Duration::from_secs_f64(record.gap_ms.unwrap_or_default() / 1000.0);
-        self.trace(resumed, gap, record.generation, Traced::Membership(record));
+        let what = Traced::Membership(record.clone());
+        self.intervals.note(*resumed, gap, record.generation, what);
     }
 
     /// Notes a commit of `steps` new steps.
@@ -560,16 +479,6 @@ impl JobHistory {
     pub(crate) fn failed_shards(&self) -> Vec<FailedShard> {
         self.failed_shards.clone()
     }
-
-    pub(crate) fn memberships(&self) -> Vec<MembershipChange> {
-        self.memberships.iter().cloned().collect()
-    }
-
-    /// The newest membership changes, oldest first, for the status.
-    pub(crate) fn memberships_last(&self) -> Vec<MembershipChange> {
-        let hidden = self.memberships.len().saturating_sub(MEMBERSHIPS_SHOWN);
-        self.memberships.range(hidden..).cloned().collect()
-    }
 }
 
 /// The longest prefix of `items` that takes at most `bytes` as JSON.
@@ -587,32 +496,11 @@ fn first_within<'a, T: Serialize + Clone + 'a>(
     items.take_while(fits).cloned().collect()
 }
 
-fn record_phases(record: &mut MembershipChange, gap: f64, phases: Phases) {
-    record.gap_ms = Some(gap);
-    record.detect_ms = Some(ms(phases.detect_us));
-    record.abort_ms = Some(ms(phases.abort_us));
-    record.agree_ms = Some(ms(phases.agree_us));
-    record.connect_ms = Some(ms(phases.connect_us));
-    record.state_ms = Some(ms(phases.state_us));
-    record.first_step_ms = Some(ms(phases.first_step_us));
-}
-
-fn ms(us: u64) -> f64 {
-    us as f64 / 1000.0
-}
-
 pub(super) fn per_second(count: u64, span: Duration) -> f64 {
     if span.is_zero() { 0.0 } else { count as f64 / span.as_secs_f64() }
 }
 
 const EVENTS_MAX: usize = 20;
-const MEMBERSHIPS_MAX: usize = 10_000;
-/// A membership change can name every worker: all of them together name at most this many (except
-/// the newest).
-const NAMED_TOTAL_MAX: usize = 100_000;
-const MEMBERSHIPS_SHOWN: usize = 20;
-/// After the first report of a change, how long further reports are awaited.
-const RESUME_WAIT: Duration = Duration::from_secs(1);
 /// Limits on what is persisted: a write precedes each publication of a membership.
 const MEMBERSHIPS_RECORDED_MAX: usize = 256;
 const MEMBERSHIPS_RECORDED_BYTES_MAX: usize = 96 << 10;

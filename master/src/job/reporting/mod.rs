@@ -1,5 +1,6 @@
 //! Reports on a job: history, counters, status and summary. Nothing here decides anything.
 
+mod changes;
 pub(crate) mod counters;
 pub(crate) mod epochs;
 pub(crate) mod history;

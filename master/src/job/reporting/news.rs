@@ -157,7 +157,7 @@ impl Job {
                 let took = Duration::from_micros(copy_us + write_us + publish_us);
                 let what = Traced::Checkpoint { step, name, bytes, worker, times };
                 if !took.is_zero() {
-                    self.reporting.trace(now, took, self.group.generation(), what);
+                    self.reporting.intervals.note(now, took, self.group.generation(), what);
                 }
                 (failed_before || was_late)
                     .then(|| format!("checkpoints are written again: that of step {step} is"))
@@ -178,7 +178,7 @@ impl Job {
         let Some(spec) = &self.spec.options.validation else { return };
         if !took.is_zero() {
             let what = Traced::Evaluation(report.clone());
-            self.reporting.trace(now, took, self.group.generation(), what);
+            self.reporting.intervals.note(now, took, self.group.generation(), what);
         }
         let known = &mut self.reporting.evaluations;
         // A group that started from a checkpoint repeats steps.

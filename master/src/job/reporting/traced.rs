@@ -4,6 +4,7 @@
 //! every ten seconds: its report says what each rank did.
 
 use std::cmp::Reverse;
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,7 +12,6 @@ use elasticdl_proto::{
     CheckpointTimes, Evaluated, Generation, MembershipChange, RankStep, StepTimes, WorkerId,
 };
 
-use super::history::JobHistory;
 use crate::job::event::Committed;
 use crate::job::time::Time;
 
@@ -62,16 +62,22 @@ pub enum Traced {
     },
 }
 
-impl JobHistory {
+/// What has taken time since this master started.
+#[derive(Debug, Default)]
+pub(crate) struct Intervals {
+    newest: Arc<VecDeque<Interval>>,
+    /// When a step was noted.
+    step_noted: Option<Time>,
+}
+
+impl Intervals {
+    pub(super) fn newest(&self) -> Arc<VecDeque<Interval>> {
+        Arc::clone(&self.newest)
+    }
+
     /// Notes what has taken so long until `end`.
-    pub(super) fn trace(
-        &mut self,
-        end: Time,
-        took: Duration,
-        generation: Generation,
-        what: Traced,
-    ) {
-        let known = Arc::make_mut(&mut self.traced);
+    pub(super) fn note(&mut self, end: Time, took: Duration, generation: Generation, what: Traced) {
+        let known = Arc::make_mut(&mut self.newest);
         let number = known.back().map_or(0, |last| last.number) + 1;
         if known.len() == TRACED_MAX {
             known.pop_front();
@@ -80,17 +86,17 @@ impl JobHistory {
     }
 
     /// Notes the last step of a report of `members`, unless another one was noted a short time ago.
-    pub(crate) fn trace_step(&mut self, now: Time, report: &Committed, members: &[WorkerId]) {
-        let is_due = self.step_traced.is_none_or(|at| now.since(at) >= STEP_INTERVAL);
+    pub(crate) fn note_step(&mut self, now: Time, report: &Committed, members: &[WorkerId]) {
+        let is_due = self.step_noted.is_none_or(|at| now.since(at) >= STEP_INTERVAL);
         let Some(last) = report.last.as_deref().filter(|_| is_due) else { return };
         let StepTimes { step_us, reduce_us, .. } = *last;
-        self.step_traced = Some(now);
+        self.step_noted = Some(now);
         let mut ranks: Vec<_> = members.iter().copied().zip(report.ranks.iter().copied()).collect();
         ranks.sort_by_key(|(_, rank)| Reverse(rank.input_us + rank.compute_us));
         ranks.truncate(RANKS_MAX);
         let (took, reduce) = (Duration::from_micros(step_us), Duration::from_micros(reduce_us));
         let what = Traced::Step { step: report.step, reduce, ranks };
-        self.trace(now, took, report.generation, what);
+        self.note(now, took, report.generation, what);
     }
 }
 

@@ -56,7 +56,7 @@ impl Job {
             status: self.status(now),
             counters: self.reporting.counters.clone(),
             evaluations: Arc::clone(&self.reporting.evaluated),
-            traced: Arc::clone(&self.reporting.traced),
+            traced: self.reporting.intervals.newest(),
             lifetimes: self.reporting.lifetimes.share(),
         }
     }
@@ -89,7 +89,7 @@ impl Job {
             spares: self.spares(now),
             autoscale: self.lifecycle.autoscale_finding().map(str::to_owned),
             shards: self.data.shards().map(ShardLeases::counts),
-            memberships: self.reporting.memberships_last(),
+            memberships: self.reporting.changes.shown(),
             workers,
             workers_disconnected: self.workers_disconnected(now),
             workers_pending: self.workers_pending(),
@@ -324,7 +324,7 @@ impl Job {
                 restarts: self.reporting.totals.restarts,
                 spares: self.spares(now),
             },
-            memberships: self.reporting.memberships(),
+            memberships: self.reporting.changes.all().cloned().collect(),
             loss: self.reporting.loss(),
             training_metrics: self.reporting.smoothed.metrics.clone(),
             throughput: self.reporting.throughput(records.counted, self.data.step()),
