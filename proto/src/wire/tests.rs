@@ -589,10 +589,8 @@ fn an_evaluation_is_checked() {
         let metrics = metrics(n);
         convert(Kind::Evaluated(v1::Evaluated { step: 3, records, metrics, took_us: 1 }))
     };
-    let Ok(WorkerMessage::Evaluated(Evaluated { step: 3, metrics, .. }, _)) = converted(100, 1)
-    else {
-        panic!()
-    };
+    let Ok(WorkerMessage::Evaluated(report, _)) = converted(100, 1) else { panic!() };
+    let Evaluated { step: 3, metrics, .. } = report else { panic!("{report:?}") };
     assert!(metrics.len() == 100 && metrics.keys().all(|name| name.len() <= 100 + '…'.len_utf8()));
     assert!(converted(101, 1).is_err() && converted(1, 0).is_err());
 }
