@@ -166,15 +166,16 @@ impl<M: Model> Trainer<'_, M> {
         (batch, count): (M::Batch, usize),
         rows: Option<&mut BatchRows>,
         sums: &mut Sums,
-    ) -> Result<(), String> {
-        let (model, tensors) = (&mut self.model, &mut self.tensors);
+    ) -> Result<(), Unscored> {
+        let model = &mut self.model;
+        let place = self.tensors.place().map_err(Failure::from)?;
         let mut metrics = Metrics::new(sums, count).with_rows(rows);
-        call_user("evaluate()", || match tensors.place()? {
+        Ok(call_user("evaluate()", || match place {
             Place::Gpu(state) => {
                 device_of(model)?.evaluate(state.parameters(), batch, &mut metrics)
             }
             Place::Host(state) => model.evaluate(&state.parameters, batch, &mut metrics),
-        })
+        })?)
     }
 }
 
