@@ -85,10 +85,13 @@ impl<M: Model> Trainer<'_, M> {
             match self.turn() {
                 Ok(None) => {}
                 Ok(Some(exit)) => return Ok(exit),
-                Err(Failed { failure, is_in_use: false }) => return Err(failure),
-                Err(Failed { failure, is_in_use: true }) => {
-                    // Work on the GPU may never complete, and dropping would wait for it.
-                    mem::forget(self);
+                Err(Failed { mut failure, is_in_use }) => {
+                    let bridge = self.model.as_bridge();
+                    failure.fatal |= bridge.is_some_and(|bridge| bridge.is_refused());
+                    if is_in_use {
+                        // Work on the GPU may never complete, and dropping would wait for it.
+                        mem::forget(self);
+                    }
                     return Err(failure);
                 }
             }

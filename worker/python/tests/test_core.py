@@ -446,6 +446,25 @@ class Jobs(CountingTest):
                     self.assertEqual(job.summary()["workers"]["restarts"], 0, job.text())
                     self.assertRegex(job.summary()["error"], f"{expected}.*program.py, line 4")
 
+    def test_what_the_package_refuses_in_the_loop_ends_the_job_when_two_workers_say_so(self):
+        for workers in 1, 2:
+            with self.subTest(workers), tempfile.TemporaryDirectory() as folder:
+                program = pathlib.Path(folder) / "program.py"
+                program.write_text(
+                    "import elasticdl\n"
+                    "job = elasticdl.join()\n"
+                    "job.model(10)\n"
+                    "for indices in job.sampler(100):\n"
+                    "    if job.step == 2:\n"
+                    "        job.model(10)\n"
+                    "    job.commit(0.0)\n"
+                )
+                with RunningJob([program], workers=workers, batch=10, epochs=1) as job:
+                    self.assertEqual(job.wait(), 1, job.text())
+                    summary = job.summary()
+                    self.assertLessEqual(summary["workers"]["restarts"], 1, job.text())
+                    self.assertRegex(summary["error"], "line 6\\) \\(as worker \\d before")
+
     def test_a_program_is_the_files_that_it_loads_and_an_error_names_those_that_differ(self):
         with tempfile.TemporaryDirectory() as folder:
             folder = pathlib.Path(folder)

@@ -70,6 +70,9 @@ pub trait Bridge {
     /// The program has failed.
     fn gathered(&mut self, loads: bool) -> Result<(), UserError>;
 
+    /// Whether the program has failed by what no worker accepts.
+    fn is_refused(&self) -> bool;
+
     /// The group has made progress.
     fn observe(&mut self, event: Progress<'_>);
 }

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -459,7 +460,8 @@ impl Driver {
     }
 
     /// The program has failed. Waits until the master knows, for at most `timeout`. `is_refused`:
-    /// as of [`Worker::fail`], before training begins.
+    /// it does what no worker accepts, so the job ends; once training has begun, when another
+    /// worker reports the same.
     pub fn fail(&mut self, error: String, is_refused: bool, timeout: Duration) {
         if matches!(self.trainer, Trainer::Waiting(_)) {
             let failed = Trainer::Ended(Ended::Failed(error.clone()));
@@ -468,6 +470,7 @@ impl Driver {
             }
             return;
         }
+        self.shared.is_refused.store(is_refused, Ordering::Release);
         let deadline = Instant::now() + timeout;
         while !matches!(self.trainer, Trainer::Ended(_)) {
             self.reply(Err(error.clone()));

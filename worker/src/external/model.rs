@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::mem;
 use std::num::NonZeroUsize;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -99,6 +100,8 @@ pub struct GroupProgress {
 pub(super) struct Shared {
     ahead: Mutex<VecDeque<Record>>,
     progress: Mutex<GroupProgress>,
+    /// Whether the program has failed by what no worker accepts.
+    pub(super) is_refused: AtomicBool,
 }
 
 impl Shared {
@@ -493,6 +496,10 @@ impl Bridge for ExternalModel {
         let channel = self.channel();
         channel.send(Call::Gathered { loads })?;
         channel.receive().map(drop)
+    }
+
+    fn is_refused(&self) -> bool {
+        self.shared.is_refused.load(Ordering::Acquire)
     }
 
     fn observe(&mut self, event: Progress<'_>) {
