@@ -47,6 +47,7 @@ CHANGES = (
     ("net.ice.requires_grad_()", "ice was frozen when training began and requires a gradient now"),
     ("net.level = torch.zeros(3)", "the module's buffers have 3 elements, and had 2"),
     ("del net.level", "the buffer level is gone"),
+    ("opt.param_groups[0]['amsgrad'] = True", "the loop set the optimizer's amsgrad to True, and"),
     ("inner.step()", "step() of the program's own optimizer would change"),
 )
 

@@ -277,6 +277,22 @@ class StateTest(unittest.TestCase):
         other_state.save()
         self.assertTrue(torch.equal(before.view(torch.int32), other_memory.view(torch.int32)))
 
+    def test_a_state_that_a_later_step_makes_is_refused(self):
+        import torch
+        from elasticdl.torch._place import OnHost
+        from elasticdl.torch._state import State
+
+        net = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        state = State(optimizer, {}, OnHost())
+        state.bind(torch.zeros(state.floats))
+        optimizer.param_groups[0]["momentum"] = 0.9
+        state.save()
+        net(torch.ones(3)).sum().backward()
+        optimizer.step()
+        with self.assertRaisesRegex(RuntimeError, "has made a state 'momentum_buffer' that"):
+            state.save()
+
     def test_objects_that_cannot_be_sent_are_refused(self):
         import torch
         from elasticdl.torch._place import OnHost

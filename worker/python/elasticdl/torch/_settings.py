@@ -111,6 +111,12 @@ class Settings:
                     )
                 if after[name] != before[name]:
                     value = self._optimizer.param_groups[at][name]
+                    if name in _OF_STATE and value and not before[name]:
+                        raise RuntimeError(
+                            f"the loop set the optimizer's {name} to {value}, and what it was when "
+                            "training began needs less state, which is all that there is; set it "
+                            "before the first micro-batch is drawn"
+                        )
                     changes.append((at, name, encode(value, f"the optimizer's {name}")))
         return changes
 
@@ -143,5 +149,7 @@ _FORMULA = (
     "All workers must make the same step: compute settings from job.step, or from the epoch, and "
     "not from a counter or a loss of the loop"
 )
+# Settings with which an optimizer has a further state.
+_OF_STATE = ("amsgrad", "centered", "momentum")
 _TOLD = "settings "
 _CHANGES_MAX = 1 << 16

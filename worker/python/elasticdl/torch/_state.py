@@ -75,6 +75,8 @@ class State:
         self._mirror.begin()
         of = self._optimizer.state
         flags = [e.save(of.get(self._parameters[e.index], {})) for e in self._entries]
+        if sum(len(of.get(p, ())) for p in self._parameters) > len(flags) - flags.count(_ABSENT):
+            self._refuse_more()
         # Element by element, this would take longer than the optimizer.
         if flags != self._saved_flags:
             self._flag.copy_(torch.tensor(flags, dtype=torch.int32))
@@ -117,6 +119,44 @@ class State:
                 # A checkpoint of an older version does not have all.
                 if name in objects:
                     value.load_state_dict(decode(objects[name], self._copied))
+
+    def _refuse_more(self):
+        known = {(entry.index, entry.name) for entry in self._entries}
+        for index, parameter in enumerate(self._parameters):
+            for name in self._optimizer.state.get(parameter, ()):
+                if (index, name) not in known:
+                    raise RuntimeError(
+                        f"the optimizer has made a state {name!r} that a first step before "
+                        "training did not make, so no other worker would get it. Choose the "
+                        "settings that it is for, such as momentum, before the first micro-batch "
+                        "is drawn"
+                    )
+
+    def parts(self, names, start, place):
+        """What lies where, for checkpoints: name, first float, number of floats, and what those are
+        that the part may lack elsewhere.
+
+        ``names``: of the parameters. ``start``: of this memory. ``place(index, name)``: the first
+        float and the number of floats of what lies elsewhere; None of what is here.
+        """
+        parts, flags = [], []
+        groups = [group for group in self._groups for _ in group["params"]]
+        for number, entry in enumerate(self._entries):
+            parameter, group = self._parameters[entry.index], groups[entry.index]
+            # Of Adagrad, whose frozen parameters have state, too.
+            is_frozen = not (parameter.requires_grad or self._unfreezes)
+            of_frozen = is_frozen and entry.name == "sum"
+            fill = group.get("initial_accumulator_value") if of_frozen else None
+            name = f"{entry.name} of {names[entry.index]}"
+            at, length = place(entry.index, entry.name) or (start + entry.at // 4, entry.floats)
+            parts.append((name, at, length, fill))
+            flags.append((f"whether there is {name}", start + self._flags // 4 + number, 1, None))
+        for entry in self._tensors:
+            name = ".".join(map(str, entry.name))
+            parts.append((f"job.state {name}", start + entry.at // 4, entry.floats, None))
+        text = start + self._text // 4
+        settings = "the settings and objects", text, start + self.floats - text, 0.0
+        return [*parts, *flags, settings]
 
     def _found(self):
         """Path and tensor of the tensors of objects that can be in the memory."""
