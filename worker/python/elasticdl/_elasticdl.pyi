@@ -139,6 +139,7 @@ class Core:
         tables: Sequence[_Table],
         state: int,
         division: tuple[int, int] | None,
+        parts: Sequence[tuple[str, int, int, float | None]],
         clipped_from: int | None,
         micro_batch: int,
         absorbed: int,

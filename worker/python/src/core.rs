@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use elasticdl::external::{
     AloneOptions, Chunk, Counted, Division, Driver, Ended, Event, Inference, Memory, NextBatch,
-    ProgramMemory, Record, Shape, SourceFile, StateMemory, Worker, WorkerError,
+    ProgramMemory, Record, Shape, SourceFile, StateMemory, StatePart, Worker, WorkerError,
 };
 use elasticdl::{NamedTensor, Predictions};
 use pyo3::exceptions::{PyRuntimeError, PySystemExit, PyTypeError, PyValueError};
@@ -157,13 +157,14 @@ impl Core {
     /// Declares the model. The trainer starts at the first `wait`. `is_direct`: the program adds
     /// gradients to the trainer's itself, and the memory of the gradient is empty. `state`: number
     /// of floats; with `division`, the number of parameters without state and the floats of state
-    /// of each other one, those beside these. `clipped_from`: the first element of the gradient
-    /// that counts in `norm()`. `on_gpu`: memory of the program there; the memory on the host is
-    /// then empty, unless there is a `division`. `sources`: the program's files, by names that
-    /// are the same on all workers.
+    /// of each other one, those beside these. `parts`: name, first float, number of floats and fill
+    /// of each part of the state, as of [`StatePart`]. `clipped_from`: the first element of the
+    /// gradient that counts in `norm()`. `on_gpu`: memory of the program there; the memory on the
+    /// host is then empty, unless there is a `division`. `sources`: the program's files, by names
+    /// that are the same on all workers.
     #[expect(clippy::too_many_arguments, reason = "the arguments have names in Python")]
     #[pyo3(signature = (
-        *, records, tensors, tables, state, division, clipped_from, micro_batch, absorbed,
+        *, records, tensors, tables, state, division, parts, clipped_from, micro_batch, absorbed,
         bucket_len, is_direct, on_gpu, evaluation, prediction, sources, calls
     ))]
     fn start(
@@ -174,6 +175,7 @@ impl Core {
         tables: Vec<TableOfProgram>,
         state: usize,
         division: Option<(usize, usize)>,
+        parts: Vec<(String, usize, usize, Option<f32>)>,
         clipped_from: Option<usize>,
         micro_batch: usize,
         absorbed: u64,
@@ -195,6 +197,10 @@ impl Core {
             tables: tables.into_iter().map(TableOfProgram::table).collect::<PyResult<_>>()?,
             state,
             division: division.map(|(first, slots)| Division { first, slots }),
+            state_parts: parts
+                .into_iter()
+                .map(|(name, at, len, fill)| StatePart { name, at, len, fill })
+                .collect(),
             clipped_from,
             bucket_len,
             absorbed,

@@ -34,6 +34,7 @@ OPTIMIZERS = [
     (optim.Rprop, {}),
 ]
 SHAPES, BUFFERS, FIRST, CHUNK = [(70, 30), (30,), (), (40, 30), (3,)], 5, 37, 496
+NAMES = [*"abcde", "frozen"]
 
 
 class Optimizers(unittest.TestCase):
@@ -45,16 +46,22 @@ class Optimizers(unittest.TestCase):
                 self.check(kind, settings)
 
     def check(self, kind, settings):
-        make = lambda own: kind([{"params": own[:3]}, {"params": own[3:], "lr": 0.05}], **settings)
+        def make(own):
+            groups = {"params": own[:3]}, {"params": [*own[3:], torch.ones(2, 3)], "lr": 0.05}
+            return kind(groups, **settings)
+
         own = [torch.randn(shape, requires_grad=True) for shape in SHAPES]
         workers = [Half(make, [p.detach().clone() for p in own], at) for at in range(2)]
         whole = make(own)
+        state = State(whole, {}, OnHost())
+        memory = torch.zeros(state.floats)
+        state.bind(memory)
         for step in range(5):
             flat = torch.randn(workers[0].end)
-            unused = {0: 4, 3: 2}.get(step)
+            unused = (2, 4) if step in (0, 3) else (4,)
             gradients = flat[FIRST:].split([p.numel() for p in own])
             for at, (parameter, gradient) in enumerate(zip(own, gradients)):
-                parameter.grad = None if at == unused else (gradient / 7).view(parameter.shape)
+                parameter.grad = None if at in unused else (gradient / 7).view(parameter.shape)
             for group in whole.param_groups:
                 group["lr"] = group["lr"] * 0.9
             whole.step()
@@ -68,6 +75,13 @@ class Optimizers(unittest.TestCase):
                 found[chunk : chunk + CHUNK] = workers[1].values[chunk : chunk + CHUNK]
             self.assertTrue(torch.equal(found[FIRST:], expected), step)
             self.assertTrue(torch.equal(found[:BUFFERS], workers[0].buffers))
+            state.save()
+        # What a checkpoint says of the two forms is enough to make one of the other.
+        divided = torch.cat([merged(workers), workers[0].memory])
+        of_whole = state.parts(NAMES, 0, lambda *_: None)
+        of_divided = workers[1].parts()
+        self.assertTrue(same(translated(of_divided, divided, of_whole, memory), memory))
+        self.assertTrue(same(translated(of_whole, memory, of_divided, divided), divided))
 
     def test_what_may_not_be_element_wise_is_refused_with_the_reason(self):
         def refusal(kind, **settings):
@@ -97,6 +111,34 @@ class Optimizers(unittest.TestCase):
             Chunks(opt, False)
 
 
+def merged(workers):
+    """The state in the chunks of both, `[slots, elements]`."""
+    count, slots = workers[0].end - FIRST, workers[0].chunks.slots
+    found = torch.zeros(slots, count)
+    for start, chunk in (pair for worker in workers for pair in worker.slots.items()):
+        part = slice(max(start - FIRST, 0), max(start + CHUNK - FIRST, 0))
+        if slots:
+            found[:, part] = chunk.view(slots, -1)
+    return found.flatten()
+
+
+def translated(parts, saved, into, like):
+    """A state of the parts ``into``, from one of ``parts``, as a job reads it."""
+    found, by_name = torch.zeros_like(like), {name: place for name, *place in parts}
+    assert by_name.keys() == {name for name, *_ in into}
+    for name, at, length, fill in into:
+        start, count, _ = by_name[name]
+        assert count == length or fill is not None, name
+        copied = min(count, length)
+        found[at : at + copied] = saved[start : start + copied]
+        found[at + copied : at + length] = fill or 0.0
+    return found
+
+
+def same(first, second):
+    return torch.equal(first.view(torch.int32), second.view(torch.int32))
+
+
 class Half:
     """A worker that holds every second chunk."""
 
@@ -109,7 +151,8 @@ class Half:
         self.values = torch.zeros(self.end)
         self.values[FIRST:] = torch.cat([p.detach().flatten() for p in parameters])
         self.buffers = torch.zeros(BUFFERS)
-        self.chunks.bind(self.values, BUFFERS, FIRST, parameters)
+        self.chunks.lay_out(FIRST, parameters)
+        self.chunks.bind(self.values, BUFFERS)
         self.state = State(self.chunks.twin, {}, OnHost(), False, optimizer.param_groups)
         self.memory = torch.zeros(self.state.floats)
         self.state.bind(self.memory)
@@ -127,9 +170,14 @@ class Half:
             for start, slots in self.slots.items()
         ]
         with torch.no_grad():
-            self.chunks.step(chunks, 7, 7, None, lambda at: at == unused)
+            self.chunks.step(chunks, 7, 7, None, lambda at: at in unused)
             self.buffers += flat[:BUFFERS] / 7
         self.state.save()
+
+    def parts(self):
+        own = [p for group in self.optimizer.param_groups for p in group["params"]]
+        start = self.chunks.slots * (self.end - FIRST)
+        return self.state.parts(NAMES, start, lambda at, name: self.chunks.place(own[at], name))
 
     def replaced(self):
         """A worker with what this one has in memory."""
@@ -145,14 +193,15 @@ class Half:
 class Jobs(unittest.TestCase):
     """Whole jobs of real processes."""
 
-    def run_job(self, folder, act, *, workers, seconds, options, code=0):
+    def run_job(self, folder, act, *, workers, seconds, options, code=0, kind="NAdam"):
         path = pathlib.Path(folder) / "ends"
         path.write_text("")
-        program = [HERE / "sharded.py", seconds, path]
+        program = [HERE / "sharded.py", seconds, path, kind]
         options = ["--deterministic", "--micro-batch", "8", *options]
         with RunningJob(program, workers=workers, batch=40, epochs=3, options=options) as job:
             act(job)
             self.assertEqual(job.wait(), code, job.text())
+            self.digest = job.summary()["digest"] if code == 0 else None
         return set(path.read_text().splitlines())
 
     def test_workers_that_are_killed_and_jobs_that_begin_again_have_the_bits_of_one_worker(self):
@@ -181,6 +230,32 @@ class Jobs(unittest.TestCase):
             options = ["--shard-optimizer", "--checkpoint-dir", "none"]
             found = self.run_job(folder, kill_two, workers=3, seconds=0.1, options=options)
             self.assertEqual(found, expected)
+
+    def test_jobs_with_the_option_and_without_it_go_on_from_each_others_checkpoints(self):
+        def stop(job):
+            before = job.status()["step"]
+            job.wait_for("a step", lambda status: status["step"] > before + 3)
+            job.process.send_signal(signal.SIGTERM)
+
+        # The state of Adagrad begins with the optimizer, also that of frozen parameters.
+        for kind in "AdamW", "Adagrad":
+            with self.subTest(kind), tempfile.TemporaryDirectory() as folder:
+                nothing = lambda job: None
+                of_kind = {"kind": kind, "seconds": 0}
+                expected = self.run_job(folder, nothing, workers=1, options=[], **of_kind)
+                digest = self.digest
+                saved, resumed = ["--checkpoint-dir", folder], []
+                slow = {"kind": kind, "seconds": 0.1, "code": 143}
+                for workers, option in (2, []), (3, ["--shard-optimizer"]):
+                    options = [*option, *saved, *resumed]
+                    self.run_job(folder, stop, workers=workers, options=options, **slow)
+                    resumed = ["--resume-from", folder]
+                found = self.run_job(folder, nothing, workers=1, options=resumed, **of_kind)
+                # The digest is also that of the optimizer's state.
+                self.assertEqual((found, self.digest), (expected, digest))
+                options = ["--shard-optimizer", *resumed]
+                found = self.run_job(folder, nothing, workers=2, options=options, **of_kind)
+                self.assertEqual(found, expected)
 
 
 if __name__ == "__main__":

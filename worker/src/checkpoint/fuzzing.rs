@@ -55,5 +55,6 @@ fn fingerprint() -> JobFingerprint {
         chunks_have_parameters: false,
         whole: 0,
         first: 0,
+        parts: Vec::new(),
     }
 }

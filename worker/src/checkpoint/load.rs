@@ -443,7 +443,13 @@ pub(super) fn load(
     // A worker with a sharded optimizer reads its chunks when its group knows who holds which.
     let wants_slots = !fingerprint.shards_optimizer;
     let wanted = Some(&mut *slots).filter(|_| wants_slots || fingerprint.whole > 0);
-    read_tensors(folder, &manifest, Some(&mut *parameters), wanted)?;
+    match wanted {
+        Some(slots) if manifest.lies_elsewhere(fingerprint).map_err(LoadError::Refused)? => {
+            let first = fingerprint.slots - slots.len();
+            manifest.read_parts(folder, fingerprint, Some(&mut *parameters), (first, slots))?;
+        }
+        wanted => read_tensors(folder, &manifest, Some(&mut *parameters), wanted)?,
+    }
     if let Some(chunked) = manifest.optimizer.as_ref().filter(|_| !wants_slots) {
         rows::check_chunks(folder, &chunked.files)?;
     }
@@ -503,7 +509,7 @@ fn target<'a>(
 }
 
 /// Checks that a shard is as long as the manifest declares.
-fn check_size(folder: &Storage, shard: &Shard) -> Result<(), LoadError> {
+pub(super) fn check_size(folder: &Storage, shard: &Shard) -> Result<(), LoadError> {
     let damaged = |reason: &str| LoadError::Damaged(format!("{}: {reason}", shard.file));
     match folder.bytes(&shard.file) {
         Ok(bytes) if bytes == shard.bytes => Ok(()),

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::table_rows::{ChunkedSlots, TableRows};
+use crate::external::StatePart;
 use crate::session::checkpoint::Written;
 use crate::session::evaluation::Plan;
 use crate::session::header::StateRecord;
@@ -46,6 +47,8 @@ pub(crate) struct JobFingerprint {
     /// the parameters, which come first, without such a state.
     pub(crate) whole: usize,
     pub(crate) first: usize,
+    /// What lies where in the optimizer's state of a program.
+    pub(crate) parts: Vec<StatePart>,
 }
 
 impl JobFingerprint {
@@ -106,6 +109,10 @@ pub(super) struct Manifest {
     /// parameters alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) optimizer: Option<ChunkedSlots>,
+    /// What lies where in the optimizer's state, if a program says so. Where it is divided, those
+    /// floats come first that are in chunks: `[slots, parameters with state]`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) parts: Vec<StatePart>,
 }
 
 /// The job's options, for users. What must match is checked elsewhere.
@@ -204,6 +211,7 @@ impl Manifest {
             optimizer: fingerprint
                 .shards_optimizer
                 .then(|| ChunkedSlots::new(fingerprint, parts, of_ranks)),
+            parts: fingerprint.parts.clone(),
         }
     }
 
@@ -258,6 +266,7 @@ impl Manifest {
             ));
         }
         manifest.check_shards()?;
+        manifest.check_parts()?;
         manifest.rows.as_ref().map_or(Ok(()), TableRows::check)?;
         Ok(manifest)
     }
@@ -289,27 +298,12 @@ impl Manifest {
     /// # Errors
     /// A message that explains what is different, and what is expected.
     pub(super) fn check_model_and_data(&self, fingerprint: &JobFingerprint) -> Result<(), String> {
-        let (parameters, slots) = (fingerprint.parameters as u64, fingerprint.slots as u64);
+        let parameters = fingerprint.parameters as u64;
         if self.parameters != parameters {
             let had = self.parameters;
             return Err(format!("its model has {had} parameters, and this one has {parameters}"));
         }
-        if self.slots != slots {
-            return Err(format!(
-                "its optimizer state has {} floats, and this one has {slots}; both must use the \
-                 same kind of optimizer",
-                self.slots
-            ));
-        }
-        let whole = self.optimizer.as_ref().map_or(0, |chunked| chunked.whole);
-        if whole != fingerprint.whole as u64 {
-            let [with, without] = ["with --shard-optimizer", "without --shard-optimizer"];
-            let (had, has) = if whole > 0 { (with, without) } else { (without, with) };
-            return Err(format!(
-                "it is of a PyTorch program that was started {had}, and this job was {has}; \
-                 start this job {had}"
-            ));
-        }
+        self.check_state(fingerprint)?;
         match &self.rows {
             Some(rows) => rows.check_job(fingerprint)?,
             None if fingerprint.tables.is_empty() => {}
@@ -440,6 +434,7 @@ pub(super) mod tests {
             chunks_have_parameters: false,
             whole: 0,
             first: 0,
+            parts: Vec::new(),
         }
     }
 

@@ -28,6 +28,7 @@ mod name;
 mod probe;
 mod retention;
 mod rows;
+mod state_parts;
 mod table_rows;
 mod writer;
 

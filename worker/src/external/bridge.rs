@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use elasticdl_tables::ChunkUpdate;
+use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "gpu")]
 use crate::device::DeviceMemory;
@@ -50,6 +51,9 @@ pub trait Bridge {
     /// has all of it.
     fn division(&self) -> Option<Division>;
 
+    /// What lies where in the state; empty if the program does not say.
+    fn state_parts(&self) -> &[StatePart];
+
     /// With a divided state: applies the gradient of a step, its number and its number of records,
     /// to the chunks that this worker holds, and to `whole`, the state that all workers have.
     ///
@@ -85,6 +89,22 @@ pub struct Division {
     pub first: usize,
     /// Number of floats of state per parameter.
     pub slots: usize,
+}
+
+/// A part of the state of a program, by a name that does not depend on where it lies: jobs whose
+/// states have the same parts go on from each other's checkpoints.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StatePart {
+    /// What it is, in words.
+    pub name: String,
+    /// Its first float. Of a state that is divided, the divided floats of all parameters come
+    /// first: `[slots, parameters]`.
+    pub at: usize,
+    /// Number of its floats.
+    pub len: usize,
+    /// If it may have another number of floats elsewhere, what those are that are missing there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fill: Option<f32>,
 }
 
 /// A source file of an interpreted program.

@@ -11,7 +11,7 @@ use std::time::Duration;
 use elasticdl_data::{Predictions, Purpose};
 use elasticdl_tables::{BatchRows, ChunkUpdate, Ids, Table};
 
-use super::bridge::{Bridge, Division, Progress, SourceFile};
+use super::bridge::{Bridge, Division, Progress, SourceFile, StatePart};
 use super::calls::{Call, Change, Reply, Sums};
 use super::lent::{Lent, LentChunk, LentMut};
 use super::memory::Taken;
@@ -40,6 +40,8 @@ pub struct Shape {
     pub state: usize,
     /// How the rest of the state is divided over the workers, in a job with `--shard-optimizer`.
     pub division: Option<Division>,
+    /// What lies where in the state: what is divided, if there is any, and what is not.
+    pub state_parts: Vec<StatePart>,
     /// The first element of the gradient that counts in its [norm](super::Driver::norm), if updates
     /// need that.
     pub clipped_from: Option<usize>,
@@ -476,6 +478,10 @@ impl Bridge for ExternalModel {
 
     fn division(&self) -> Option<Division> {
         self.shape.division
+    }
+
+    fn state_parts(&self) -> &[StatePart] {
+        &self.shape.state_parts
     }
 
     fn update_chunks(

@@ -82,7 +82,7 @@ impl Training<'_> {
             options,
             job,
             data,
-            (name, (size, division)),
+            (name, (size, model.as_bridge())),
             program,
             evaluation,
             specs.clone(),

@@ -14,7 +14,7 @@ use elasticdl_tables::Table;
 use crate::checkpoint::{
     BestMetric, CheckpointWriter, JobFingerprint, Locations, Probe, RestoreError, Retention, check,
 };
-use crate::external::Division;
+use crate::external::Bridge;
 use crate::failure::{Failure, call_user};
 use crate::machine::{CheckpointStore, StoredCheckpoints};
 use crate::model::{Model, NamedTensor, tables_of};
@@ -99,11 +99,11 @@ impl Checkpointing {
         }
         let parameters = call_user("tensors()", || Ok(NamedTensor::count(&model.tensors())))?;
         let size = call_user("optimizer()", || Ok(ModelSize::new(parameters, &model.optimizer())))?;
-        let division = model.as_bridge().and_then(|bridge| bridge.division());
         let reader = call_user("reader()", || Ok(model.reader()))?;
         let order = order_of(&reader, options, dataset)?.name();
         let (locations, fingerprint) =
-            locate(options, job, dataset.clone(), order, (size, division)).map_err(|f| f.error)?;
+            locate(options, job, dataset.clone(), order, (size, model.as_bridge()))
+                .map_err(|f| f.error)?;
         let fingerprint = JobFingerprint { tables: tables_of(model)?, ..fingerprint };
         check(&locations, &fingerprint).map_err(|error| match error {
             RestoreError::Refused(error) | RestoreError::Storage(error) => error,
@@ -144,7 +144,7 @@ impl Checkpointing {
         options: &WorkerOptions,
         job: JobKey<'_>,
         dataset: Dataset,
-        (order, size): (OrderName, (ModelSize, Option<Division>)),
+        (order, size): (OrderName, (ModelSize, Option<&mut dyn Bridge>)),
         program: Program,
         evaluation: Option<&Plan>,
         tables: Vec<Table>,
@@ -181,11 +181,13 @@ fn locate(
     job: JobKey<'_>,
     dataset: Dataset,
     order: OrderName,
-    (size, division): (ModelSize, Option<Division>),
+    (size, bridge): (ModelSize, Option<&mut dyn Bridge>),
 ) -> Result<(Locations, JobFingerprint), Failure> {
     let own =
         options.checkpoints.as_ref().map(|spec| open("--checkpoint-dir", &spec.dir)).transpose()?;
     let from = options.resume_from.as_ref().map(|from| open("--resume-from", from)).transpose()?;
+    let bridge = bridge.as_deref();
+    let division = bridge.and_then(|bridge| bridge.division());
     let fingerprint = JobFingerprint {
         job: job.name.to_owned(),
         run: job.run(),
@@ -205,6 +207,7 @@ fn locate(
         chunks_have_parameters: options.param_dtype == ParamDtype::Bf16,
         whole: division.map_or(0, |of| size.slots - of.slots * (size.parameters - of.first)),
         first: division.map_or(0, |of| of.first),
+        parts: bridge.map_or_else(Vec::new, |bridge| bridge.state_parts().to_vec()),
     };
     let exclusive = options.checkpoints.as_ref().is_some_and(|spec| spec.exclusive);
     Ok((Locations { own, from, exclusive, passed_over: Vec::new() }, fingerprint))

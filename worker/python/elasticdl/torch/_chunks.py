@@ -16,6 +16,7 @@ parameter without elements for each one of the optimizer, which steps as the pie
 import bisect
 import collections
 import copy
+import itertools
 
 import torch
 
@@ -38,6 +39,8 @@ class Chunks:
         self.twin.param_groups = [_without_elements(group) for group in optimizer.param_groups]
         # Of each parameter its group and the one in its place.
         self._places = {}
+        # The program may call that of its own optimizer.
+        optimizer.register_state_dict_pre_hook(lambda _: refuse_whole("state_dict()"))
         for at, (group, twin) in enumerate(zip(optimizer.param_groups, self.twin.param_groups)):
             for parameter, empty in zip(group["params"], twin["params"]):
                 self._places[parameter] = at, empty
@@ -52,12 +55,25 @@ class Chunks:
         """Number of floats of state of a parameter's element."""
         return len(self._slots)
 
-    def bind(self, values, buffer_len, first, parameters):
-        """Uses this flat memory of the host, in which ``parameters`` are from ``first`` on."""
-        self._values, self._buffer_len, self._first = values, buffer_len, first
-        self._parameters, self._starts = parameters, [first]
-        for parameter in parameters:
-            self._starts.append(self._starts[-1] + parameter.numel())
+    def lay_out(self, first, parameters):
+        """These are the parameters with state, from ``first`` on in the flat memory."""
+        self._first, self._parameters = first, parameters
+        ends = itertools.accumulate((each.numel() for each in parameters), initial=first)
+        self._starts = list(ends)
+        self._begins = dict(zip(parameters, self._starts))
+
+    def place(self, parameter, name):
+        """The first float and the number of floats of a parameter's state of this name in that of
+        all chunks, ``[slots, elements]``; None if chunks do not have it."""
+        slot = self._slots.get(name)
+        if slot is None or parameter not in self._begins:
+            return None
+        at = slot * (self._starts[-1] - self._first) + self._begins[parameter] - self._first
+        return at, parameter.numel()
+
+    def bind(self, values, buffer_len):
+        """Uses this flat memory of the host."""
+        self._values, self._buffer_len = values, buffer_len
 
     def step(self, chunks, records, divisor, factor, is_unused):
         """Updates the parameters and buffers of ``chunks``, as the core gives them.
@@ -78,6 +94,7 @@ class Chunks:
         for parameter, piece, gradient, slots in pieces:
             at, empty = self._places[parameter]
             if empty.grad is None:
+                self._begin(empty, slots, groups[at])
                 continue
             piece.grad = gradient
             groups[at]["params"].append(piece)
@@ -123,19 +140,32 @@ class Chunks:
                 yield parameter, elements, gradient[of_piece], slots[:, of_piece]
             index += 1
 
+    def _begin(self, empty, slots, group):
+        """The state of a piece before the first step is that of Adagrad."""
+        if "initial_accumulator_value" in group and not self.twin.state[empty]["step"]:
+            slots.fill_(group["initial_accumulator_value"])
+
     def _state_of(self, empty, slots, group):
         """The state of a piece, whose parameter has another one without elements in its place."""
+        self._begin(empty, slots, group)
         state = {}
         for name, value in self.twin.state.get(empty, {}).items():
             at = self._slots.get(name)
             if at is not None and value is not None:
                 value = slots[at]
-                if "initial_accumulator_value" in group and not self.twin.state[empty]["step"]:
-                    value.fill_(group["initial_accumulator_value"])
             elif torch.is_tensor(value):
                 value = value.clone()
             state[name] = value
         return state
+
+
+def refuse_whole(what):
+    """Refuses what needs the whole state of the optimizer."""
+    raise RuntimeError(
+        "with --shard-optimizer no worker has all of the optimizer's state, so there is no "
+        f"{what}: checkpoints have it (--checkpoint-dir), from which jobs with the option and "
+        "without it resume, and param_groups has the settings"
+    )
 
 
 def _obstacle(optimizer):

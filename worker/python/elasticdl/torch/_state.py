@@ -26,6 +26,7 @@ class State:
         """``unfreezes``: parameters that are frozen have state, too. ``groups``: where the settings
         are, if not in those of the optimizer."""
         self._optimizer = optimizer
+        self._unfreezes = unfreezes
         self._groups = optimizer.param_groups if groups is None else groups
         # Whether a step has changed the state, and what follows its update has not.
         self.is_open = False
@@ -107,14 +108,24 @@ class State:
         self.is_open = False
         length = int(self._length[0])
         if not 0 <= length <= self._text_max:
-            raise RuntimeError("the group's state is of another program; all must be the same")
+            raise RuntimeError(
+                f"the settings of the optimizer and the objects of job.state() take {length} bytes "
+                f"in the group's state, and {self._text_max} are reserved for those of this "
+                "program; all workers, and jobs that resume, must have the same"
+            )
         if length:
             text = bytes(self._bytes[self._text_at : self._text_at + length].tolist())
             groups, objects, *is_open = json.loads(text)
             self.is_open = bool(is_open)
-            for group, values in zip(self._groups, groups, strict=True):
+            if len(groups) != len(self._groups):
+                raise RuntimeError(
+                    f"the optimizer of the group's state has {len(groups)} parameter groups, and "
+                    f"this program's has {len(self._groups)}; make them equal"
+                )
+            for group, values in zip(self._groups, groups):
                 for name, value in decode(values).items():
-                    group[name] = as_like(value, group.get(name))
+                    if name not in _HOW:
+                        group[name] = as_like(value, group.get(name))
             for name, value in self._objects.items():
                 # A checkpoint of an older version does not have all.
                 if name in objects:
@@ -219,6 +230,7 @@ class _Entry:
         self.device = value.device if self.is_tensor else None
         self.is_on_host = not self.is_tensor or value.device == _HOST
         self.bytes = value.numel() * value.element_size() if self.is_tensor else 8
+        self.floats = -(-self.bytes // 4)
 
     def bind(self, memory, at):
         kind = self.kind if self.is_tensor else torch.float64
@@ -321,6 +333,8 @@ def decode(value, tensor_of=None):
 
 
 _HOST = torch.device("cpu")
+# Settings that say how this program computes, which is not a part of the state.
+_HOW = ("foreach", "fused", "capturable", "differentiable")
 _MAPPINGS = {
     "dict": dict,
     "ordered": collections.OrderedDict,

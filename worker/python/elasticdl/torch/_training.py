@@ -6,7 +6,7 @@ import math
 import torch
 
 from .._worker import Calls
-from ._chunks import Chunks
+from ._chunks import Chunks, refuse_whole
 from ._gradients import UNUSED, WEIGHT, Gradients
 from ._inference import set_buffers
 from ._module import tensor_of, tensors_of
@@ -41,10 +41,7 @@ class Training:
     def check_whole(self, what):
         """Refuses what needs the whole state of the optimizer, where no worker has it."""
         if self._chunks is not None:
-            raise RuntimeError(
-                "with --shard-optimizer no worker has all of the optimizer's state, so there is no "
-                f"{what}: checkpoints have it (--checkpoint-dir), and param_groups has the settings"
-            )
+            refuse_whole(what)
 
     def add(self, optimizer, inner, *, reduction, clip_norm, overlap, unfreezes):
         """Adds an optimizer of the program, and the one in its place."""
@@ -206,6 +203,7 @@ class Training:
         first = total - sum(parameter.numel() for _, parameter in self._trainable)
         if self._chunks is not None:
             division, of_whole = (first, self._chunks.slots), self._chunks.twin
+            self._chunks.lay_out(first, [parameter for _, parameter in self._trainable])
         self._state = State(of_whole, objects, self._place, self._unfreezes, groups)
         self._place.allocate(total, self._state.floats, is_divided=division is not None)
         calls = Calls(
@@ -221,6 +219,7 @@ class Training:
             calls,
             is_direct=True,
             division=division,
+            parts=self._parts(division, total),
             clipped_from=None if self._clip_norm is None else first,
             bucket_len=self._bucket_len,
             on_gpu=self._place.on_gpu,
@@ -241,6 +240,17 @@ class Training:
         self._worker.before_draw = self._before_draw
         for inner, _ in self._clipped:
             inner.register_step_pre_hook(self._check_caller)
+
+    def _parts(self, division, total):
+        """What lies where in the state, for checkpoints."""
+        names = {parameter: name for name, parameter in self._job._net.named_parameters()}
+        own = [parameter for group in self._inner.param_groups for parameter in group["params"]]
+        start, place = 0, lambda index, name: None
+        if division is not None:
+            first, slots = division
+            start = slots * (total - first)
+            place = lambda index, name: self._chunks.place(own[index], name)
+        return self._state.parts([names[parameter] for parameter in own], start, place)
 
     def _bind(self):
         """Moves the parameters of the module to the flat memory."""
@@ -268,7 +278,7 @@ class Training:
         )
         if self._chunks is not None:
             updated = self._place.updated(self._worker.started, self._values)
-            self._chunks.bind(updated, self._buffer_len, start, parameters)
+            self._chunks.bind(updated, self._buffer_len)
             return
         # The gradient of a step, for the optimizer.
         self._mean = torch.empty(at - start, device=self._place.device)

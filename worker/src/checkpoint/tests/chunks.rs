@@ -4,6 +4,7 @@ use elasticdl_tables::SavedChunk;
 
 use super::*;
 use crate::checkpoint::load::read_chunks;
+use crate::external::StatePart;
 
 /// A job whose optimizer has three chunks.
 fn job(shards_optimizer: bool) -> JobFingerprint {
@@ -203,4 +204,125 @@ fn a_state_that_is_not_finite_is_not_written() {
     let owned = Some((vec![vec![0, 1, 2]], SavedPart::Chunks(cut.to_vec())));
     let written = Ranks::new(&storage, fingerprint, 1, 3).write_with(30, vec![owned]);
     assert!(written.unwrap_err().contains("the optimizer's state contains a NaN"));
+}
+
+fn part(name: &str, at: usize, len: usize, fill: Option<f32>) -> StatePart {
+    StatePart { name: name.into(), at, len, fill }
+}
+
+/// What lies where in the state of a job of a program that is not divided: a number, which is
+/// followed by padding, the state of two parameters, of which the first is frozen, and text. As of
+/// [`job_of_program`], but the text may have another length.
+fn whole_job_of_program(text: usize) -> JobFingerprint {
+    let parts = vec![
+        part("step", 0, 1, None),
+        part("sum of frozen", 4, 100, Some(0.5)),
+        part("m", 104, 9_900, None),
+        part("v", 10_004, 9_900, None),
+        part("text", 19_904, text, Some(0.0)),
+    ];
+    let divided = JobFingerprint { shards_optimizer: false, whole: 0, first: 0, ..fingerprint() };
+    JobFingerprint { parameters: 10_000, slots: 19_904 + text, parts, ..divided }
+}
+
+/// A job as that of [`job_of_program`], with the parts of [`whole_job_of_program`].
+fn divided_job_of_program() -> JobFingerprint {
+    let parts = vec![
+        part("step", 19_800, 1, None),
+        part("sum of frozen", 0, 0, Some(0.5)),
+        part("v", 0, 9_900, None),
+        part("m", 9_900, 9_900, None),
+        part("text", 19_804, 36, Some(0.0)),
+    ];
+    JobFingerprint { parts, ..job_of_program() }
+}
+
+/// Restores the whole state of a job, or what is not divided.
+fn restored(storage: &Storage, job: &JobFingerprint) -> Result<Vec<f32>, RestoreError> {
+    let len = if job.shards_optimizer { job.whole } else { job.slots };
+    let (mut parameters, mut slots) = (vec![f32::NAN; 10_000], vec![f32::NAN; len]);
+    let damaged = &mut |name: &str, reason: &str| panic!("{name}: {reason}");
+    restore(&locations(storage), job, &mut parameters, &mut slots, damaged)?.unwrap();
+    assert!(parameters == state(job, 30).0);
+    Ok(slots)
+}
+
+#[test]
+fn a_state_that_says_what_lies_where_is_read_by_jobs_in_which_it_lies_elsewhere() {
+    let (whole_job, job) = (whole_job_of_program(40), divided_job_of_program());
+    // Of a whole state: what is not divided, and each chunk.
+    let (_folder, storage) = folder();
+    let saved = state(&whole_job, 30).1;
+    let name = Ranks::new(&storage, whole_job.clone(), 3, 3).write(30).unwrap();
+    let read = restored(&storage, &job).unwrap();
+    assert!(read == [&[saved[0], 0.0, 0.0, 0.0], &saved[19_904..19_940]].concat());
+    let read = read_chunks(&locations(&storage), &job, (&name, true), &[0, 1, 2]).unwrap();
+    let divided = [&saved[10_004..19_904], &saved[104..10_004]].concat();
+    for (chunk, number) in read.iter().zip(0..) {
+        assert!(chunk.slots() == job.layout().cut(number, &divided).slots(), "chunk {number}");
+    }
+    // Of a divided state: all of it, also where there is less room for text.
+    let (_folder, storage) = folder();
+    let saved = state(&job, 30).1;
+    let owned = |owned: &[u32]| {
+        let cut = |&chunk: &u32| job.layout().cut(chunk, &saved[..19_800]);
+        SavedPart::Chunks(owned.iter().map(cut).collect())
+    };
+    let of_ranks = vec![vec![2], vec![0, 1]];
+    let parts = of_ranks.iter().map(|chunks| Some((of_ranks.clone(), owned(chunks)))).collect();
+    let name = Ranks::new(&storage, job.clone(), 2, 3).write_with(30, parts).unwrap();
+    for text in [30, 40] {
+        let read = restored(&storage, &whole_job_of_program(text)).unwrap();
+        let mut expected = vec![0.0; 19_904 + text];
+        expected[0] = saved[19_800];
+        expected[4..104].fill(0.5);
+        expected[104..10_004].copy_from_slice(&saved[9_900..19_800]);
+        expected[10_004..19_904].copy_from_slice(&saved[..9_900]);
+        expected[19_904..][..text.min(36)].copy_from_slice(&saved[19_804..][..text.min(36)]);
+        assert!(read == expected, "{text}");
+    }
+    assert!(restored(&storage, &job).unwrap() == saved[19_800..]);
+    // One that declares more floats than its files have asks for no memory.
+    let path = format!("{name}/manifest.json");
+    let manifest = storage.read(&path).unwrap();
+    let mut manifest = manifest::Manifest::decode(&manifest).unwrap();
+    manifest.slots = 40 + 9_900 * (1 << 40);
+    storage.write(&path, vec![manifest.encode().into()]).unwrap();
+    let (mut parameters, mut slots) = (vec![0.0; 10_000], vec![0.0; whole_job.slots]);
+    let mut damaged = String::new();
+    let note = &mut |_: &str, reason: &str| damaged = reason.into();
+    let found = restore(&locations(&storage), &whole_job, &mut parameters, &mut slots, note);
+    assert_eq!(found, Ok(None));
+    assert!(damaged.contains("bytes can't have"), "{damaged}");
+}
+
+#[test]
+fn a_state_with_other_parts_is_refused_by_their_names() {
+    let (_folder, storage) = folder();
+    let name = Ranks::new(&storage, whole_job_of_program(40), 1, 3).write(30).unwrap();
+    let refused = |change: fn(&mut Vec<StatePart>)| {
+        let mut job = divided_job_of_program();
+        change(&mut job.parts);
+        let chunks = read_chunks(&locations(&storage), &job, (&name, true), &[0]).map(drop);
+        match (restored(&storage, &job).map(drop), chunks) {
+            (Err(RestoreError::Refused(error)), Err(RestoreError::Refused(_))) => error,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert!(refused(|parts| drop(parts.remove(2))).contains("has v, and this job's has not"));
+    assert!(refused(|parts| parts[2].name = "w".into()).contains("has v, and this job's has not"));
+    assert!(
+        refused(|parts| parts.push(part("max", 0, 0, None)))
+            .contains("lacks max, which this job's has; both must have the same")
+    );
+    assert!(refused(|p| p[3].len = 9).contains("m has 9900 floats in its state, and 9 in"));
+    let manifest = storage.read(&format!("{name}/manifest.json")).unwrap();
+    let manifest = manifest::Manifest::decode(&manifest).unwrap();
+    let with = |change: fn(&mut manifest::Manifest)| {
+        let mut manifest = manifest.clone();
+        change(&mut manifest);
+        manifest::Manifest::decode(&manifest.encode()).map(drop).unwrap_err()
+    };
+    assert!(with(|m| m.parts[4].len = 41).contains("text is not within its optimizer's state"));
+    assert!(with(|m| m.parts[4].at = usize::MAX).contains("text is not within"));
 }
