@@ -11,6 +11,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
+use elasticdl::candle::Candle;
 use elasticdl::device::{
     self, CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate, DeviceUpdateRule,
 };
@@ -21,6 +22,11 @@ use elasticdl::{
 use elasticdl_tests::cluster::{FIRST_GRADIENT, FIRST_UPDATE};
 use elasticdl_tests::counts_summary;
 use rustix::time::{ClockId, clock_gettime};
+
+use self::candle::CandleCounting;
+
+#[path = "counting/candle.rs"]
+mod candle;
 
 /// Counts records.
 #[derive(Parser)]
@@ -103,6 +109,9 @@ struct Counting {
     /// Count in rows of a table, too.
     #[arg(long)]
     tables: bool,
+    /// Count by a model of candle, which has a table.
+    #[arg(long, requires = "tables")]
+    candle: bool,
     /// Rows come into being with their second touch, and are removed after 20 steps without one.
     #[arg(long)]
     short_lived: bool,
@@ -512,5 +521,8 @@ pub(crate) fn main() -> ExitCode {
             }
         }
     }
-    elasticdl::run(model)
+    match model.candle {
+        true => elasticdl::run(Candle::new(CandleCounting(model))),
+        false => elasticdl::run(model),
+    }
 }

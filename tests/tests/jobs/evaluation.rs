@@ -126,7 +126,7 @@ fn a_job_that_resumes_keeps_the_best_model_of_the_other_one_and_tells_another_bu
     assert!(exported_counts(&model) == best, "the best model is replaced");
     let named = evaluations.best.clone().unwrap();
     assert_eq!((named.step, named.export.as_deref()), (20, model.to_str()));
-    let expected = "another build wrote it, which differs in its executable from";
+    let expected = "the program that wrote it differs in its executable from";
     assert!(ended.output.contains(expected), "{}", ended.output);
     // Where the file is not there, the best one of this job's own states is.
     std::fs::rename(&model, fixture.path("moved")).unwrap();

@@ -59,6 +59,37 @@ fn all_rows_are_exported_whichever_workers_were_killed() {
 }
 
 #[test]
+fn the_rows_of_a_candle_model_have_the_gradients_of_their_tensors_whichever_workers_were_killed() {
+    let alone = JobFixture { micros_per_record: 0, ..fixture(1) };
+    let path = alone.path("alone.safetensors");
+    alone.command(0).option("export", &path).run().assert_exact("gradients computed by hand");
+    let expected = rows(&path);
+    let program_options = &["--tables", "--candle"];
+    let with_candle = |workers| JobFixture { program_options, ..fixture(workers) };
+    let first = with_candle(3);
+    let dir = first.path("checkpoints");
+    let command = first.command(0).option("checkpoint-dir", &dir);
+    let mut job = command.option("checkpoint-every", "20").start();
+    job.wait_for_first_steps();
+    for _ in 0..2 {
+        let step = job.status().step;
+        job.wait_for("copies", |status| status.step > step + 10);
+        send(*job.workers().values().next().unwrap(), Signal::KILL);
+    }
+    job.wait_for_checkpoints(1);
+    job.signal(Signal::TERM);
+    job.wait().assert_outcome(143, "stopped");
+    // The model that computes its gradients by hand goes on from there, too.
+    for next in [with_candle(2), fixture(2)] {
+        let next = JobFixture { micros_per_record: 0, ..next };
+        let path = next.path("m.safetensors");
+        let command = next.command(0).option("resume-from", &dir).option("export", &path);
+        command.run().assert_exact("resumed");
+        assert_same(&rows(&path), &expected);
+    }
+}
+
+#[test]
 fn the_rows_of_the_best_model_are_exported_with_it() {
     let fixture = JobFixture { micros_per_record: 100, ..fixture(3) };
     let path = fixture.path("best.safetensors");

@@ -248,7 +248,7 @@ fn rows_lost(lost: &RowsLoss) -> String {
         );
     }
     let what = match missing {
-        None => format!(", and {row_touches} touches of rows since the last checkpoint"),
+        None => format!(", and {row_touches} touches of rows that no checkpoint has"),
         Some(missing) => format!(
             "; training went on with older ones, in which {missing} touches of rows are missing"
         ),

@@ -57,7 +57,12 @@ pub(crate) fn to_table(status: &Status) -> String {
             at_risk => format!(", {at_risk} parts have too few copies"),
         };
         let held = HumanBytes(bytes);
-        row("tables", &format!("{rows} rows in {held}, {touches} touches{risk}"));
+        // Rows are counted seldom, touches with each step.
+        let rows = match rows {
+            0 if touches > 0 => "rows not counted yet".to_owned(),
+            rows => format!("{rows} rows"),
+        };
+        row("tables", &format!("{rows} in {held}, {touches} touches{risk}"));
     }
     row("generation", &status.generation.to_string());
     let spares = status.spares.map(|spares| format!(", {}", spares_text(&spares)));
@@ -362,6 +367,9 @@ events       generation 2: 1 worker
             let line = format!("tables       90 rows in 6.00 MiB, 400 touches{risk}\n");
             assert!(to_table(&status).contains(&line), "{}", to_table(&status));
         }
+        status.tables = Some(TablesStatus { rows: 0, touches: 400, shards_at_risk: 0 });
+        let text = to_table(&status);
+        assert!(text.contains("rows not counted yet in 6.00 MiB, 400 touches\n"), "{text}");
     }
 
     #[test]

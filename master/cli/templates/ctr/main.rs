@@ -43,7 +43,7 @@ struct ClickModel {
     #[arg(long, default_value_t = 0.001)]
     learning_rate: f64,
     /// Learning rate of the tables
-    #[arg(long, default_value_t = 0.05)]
+    #[arg(long, default_value_t = 0.02)]
     table_learning_rate: f32,
 }
 
@@ -123,11 +123,16 @@ impl Model for ClickModel {
     }
 
     fn tensors(&self) -> Vec<NamedTensor> {
+        // A state of one model is no state of the other, though their tensors have equal shapes.
+        let named = |name: &str, shape: &[usize]| match self.model {
+            Kind::Deepfm => NamedTensor::new(format!("deepfm.{name}"), shape),
+            Kind::WideAndDeep => NamedTensor::new(name, shape),
+        };
         vec![
-            NamedTensor::new("hidden.weight", [HIDDEN, INPUTS]),
-            NamedTensor::new("hidden.bias", [HIDDEN]),
-            NamedTensor::new("output.weight", [HIDDEN]),
-            NamedTensor::new("output.bias", []),
+            named("hidden.weight", &[HIDDEN, INPUTS]),
+            named("hidden.bias", &[HIDDEN]),
+            named("output.weight", &[HIDDEN]),
+            named("output.bias", &[]),
         ]
     }
 

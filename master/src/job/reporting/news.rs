@@ -118,8 +118,8 @@ impl Job {
                 }
                 if !differences.is_empty() {
                     line += &format!(
-                        "; another build wrote it, which differs in its {} from the one that goes \
-                         on (--allow-mixed-builds: that is meant)",
+                        "; the program that wrote it differs in its {} from the one that goes on \
+                         (--allow-mixed-builds: that is meant)",
                         clip(&differences)
                     );
                 }

@@ -98,7 +98,7 @@ fn a_checkpoint_of_another_build_is_told_with_what_differs() {
         job.status(at(0)).events.last().cloned().unwrap_or_default()
     };
     let event = restored("executable and its optimizer settings");
-    let expected = "another build wrote it, which differs in its executable and its optimizer";
+    let expected = "the program that wrote it differs in its executable and its optimizer";
     assert!(event.contains(expected), "{event}");
     assert!(!restored("").contains("build"));
 }

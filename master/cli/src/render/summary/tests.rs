@@ -160,7 +160,7 @@ fn a_lost_state_comes_first_and_is_a_warning() {
     let rows = RowsLoss { count: 1, at_step: 80, row_touches: 12, missing: None };
     let lost = Summary { rows_lost: Some(rows), state_lost: None, ..lost };
     let first = "ROWS LOST at step 80: all copies of rows were lost with their workers, and 12 \
-            touches of rows since the last checkpoint";
+            touches of rows that no checkpoint has";
     assert_eq!(to_table(&lost, Paths::default()).lines().next(), Some(first));
     assert_eq!(super::warnings(&lost, false)[0], first);
     // No touches of rows are lost with a part of the optimizer's state.
