@@ -11,6 +11,7 @@ pub mod wire;
 
 mod files;
 mod gpu_instance;
+mod host;
 mod ids;
 mod inspection;
 mod job;
@@ -29,6 +30,7 @@ mod summary;
 
 pub use files::{FileList, FileListError, Files, ListedFile};
 pub use gpu_instance::gpu_instance;
+pub use host::{DiskReport, HostReport};
 pub use ids::{Generation, LaunchId, WorkerId};
 pub use inspection::{
     Activity, InspectedWorker, Inspection, KernelThread, LinkReport, ProcessState, SeenMessage,

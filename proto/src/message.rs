@@ -19,6 +19,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::files::FileList;
+use crate::host::HostReport;
 use crate::ids::{Generation, WorkerId};
 use crate::inspection::WorkerReport;
 use crate::ledger::Ledger;
@@ -153,6 +154,8 @@ pub enum WorkerMessage {
         /// Number of additional shards.
         shards: u64,
     },
+    /// What this worker's host offers.
+    HostChecked(Box<HostReport>),
     /// The worker received SIGTERM and leaves at the next step boundary.
     Leaving,
     /// The worker has fetched the group's state, so the group need not wait for it when it joins.
@@ -187,6 +190,8 @@ pub enum WorkerMessage {
 /// A message from the master to a worker, after its welcome.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MasterMessage {
+    /// Measure this host: [`WorkerMessage::HostChecked`].
+    CheckHost,
     /// Describe the data set.
     Describe,
     /// Finish the step, then stop together.

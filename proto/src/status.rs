@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::host::HostReport;
 use crate::ids::{Generation, LaunchId, WorkerId};
 use crate::message::Evaluated;
 use crate::row_touches::TablesStatus;
@@ -82,6 +83,9 @@ pub struct Status {
     /// Launches whose worker has not connected yet, by id.
     #[serde(default)]
     pub workers_pending: Vec<LaunchStatus>,
+    /// Measurements of the hosts of workers, by the host's name; empty for a job on one machine.
+    #[serde(default)]
+    pub hosts: BTreeMap<String, HostReport>,
     /// Hosts on which no worker is started where another one has capacity, that with the newest
     /// fault last.
     #[serde(default)]
@@ -152,6 +156,7 @@ impl Status {
                     (worker.cpu, worker.memory_bytes) = (None, None);
                 }),
                 3 => self.events.drain(..self.events.len() / 2).for_each(drop),
+                4 => self.hosts.clear(),
                 // The number of workers remains in `workers_desired` and in the metrics.
                 _ => {
                     self.hosts_avoided.truncate(self.hosts_avoided.len() / 2);
@@ -302,6 +307,7 @@ pub(crate) mod tests {
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::host::DiskReport;
     use crate::summary::tests::{checkpoints, membership};
 
     /// A status in which no field has its default value, so that a field that is lost on the way
@@ -362,6 +368,19 @@ pub(crate) mod tests {
                 disconnected_s: 2.5,
             }],
             workers_pending: vec![launch],
+            hosts: [(
+                "node-2".into(),
+                HostReport {
+                    copied_per_s: 9_000_000_000,
+                    gpus: 2,
+                    disks: vec![DiskReport {
+                        folder: "/tmp".into(),
+                        free_bytes: 5_000,
+                        written_per_s: Some(700),
+                    }],
+                },
+            )]
+            .into(),
             hosts_avoided: vec![AvoidedHost {
                 host: "node-3".into(),
                 why: "3 faults".into(),
@@ -454,6 +473,10 @@ pub(crate) mod tests {
         expected["evaluated_best"] =
             json!({"step": 8, "metric": "accuracy", "value": 0.875, "export": "/b"});
         expected["stop_reason"] = json!("the deadline has passed");
+        let disk = json!({"folder": "/tmp", "free_bytes": 5000, "written_per_s": 700});
+        expected["hosts"] = json!({
+            "node-2": {"copied_per_s": 9_000_000_000_u64, "gpus": 2, "disks": [disk]}
+        });
         expected["hosts_avoided"] = json!([{"host": "node-3", "why": "3 faults", "for_s": 600.5}]);
         expected["autoscale"] = json!("2 workers make 20000 records/s; trying 3");
         expected["learning_rate"] = json!(0.125);

@@ -6,6 +6,7 @@
 //! what is sent to which master.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, OnceLock};
@@ -14,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use elasticdl_collective::exit_at_once;
 use elasticdl_collective::{Fence, Joiners, Progress};
+use elasticdl_data::storage::Storage;
 use elasticdl_proto::limits::{MESSAGE_BYTES_MAX, REPORT_BYTES_MAX};
 use elasticdl_proto::wire::master_client::MasterClient;
 use elasticdl_proto::wire::{JoinRequest, JoinResponse};
@@ -28,6 +30,7 @@ use tonic::{Code, Request, Streaming};
 use self::storage::StorageReporter;
 use crate::environment::{EXIT_MASTER_LOST, Environment};
 use crate::failure::causes;
+use crate::host_check;
 use crate::inspection::{Inspector, stall_of};
 use crate::messages::{ControlEvent, Outbox};
 use crate::session::control::{ControlState, WelcomeError};
@@ -83,6 +86,7 @@ impl Control {
             storage: StorageReporter::default(),
             usage: UsageReporter::default(),
             inspector,
+            folders: vec![std::env::temp_dir()],
         };
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -122,6 +126,8 @@ struct Stream {
     usage: UsageReporter,
     /// Reports of what this process does.
     inspector: Inspector,
+    /// Folders that this worker writes to.
+    folders: Vec<PathBuf>,
 }
 
 /// Opens streams to the job's master.
@@ -258,6 +264,8 @@ impl Stream {
             Ok((mut sigterm, link, welcome)) => {
                 heartbeat = welcome.options.heartbeat().unwrap_or(HEARTBEAT_NEVER);
                 sigterm.set_timeout(welcome.options.leave_timeout());
+                let folder = welcome.options.checkpoints.iter().map(|spec| &spec.dir);
+                self.folders.extend(folder.filter(|dir| !Storage::is_remote(dir)).map(Into::into));
                 let _ = tell_welcome.send(Ok(welcome));
                 (sigterm, link)
             }
@@ -419,6 +427,7 @@ impl Stream {
             MasterMessage::Inspect { request, bytes_max } => {
                 return self.report(request, bytes_max, link);
             }
+            MasterMessage::CheckHost => return self.check_host(link),
             MasterMessage::ReportStacks => return self.report(HANGS, REPORT_BYTES_MAX, link),
             _ => {}
         }
@@ -439,6 +448,20 @@ impl Stream {
         if let (Some(generation), Some(fence)) = (abort_before, self.fence.get()) {
             fence.abort_before(generation);
         }
+    }
+
+    /// Measures this host, beside what the worker does to join.
+    fn check_host(&self, link: &Link) {
+        let (folders, requests) = (self.folders.clone(), link.requests.clone());
+        let work = move || {
+            let report = host_check::measure(folders.iter().map(PathBuf::as_path));
+            tracing::info!("this host: {report}");
+            let report = WorkerMessage::HostChecked(Box::new(report));
+            // The stream may have ended.
+            let _ = requests.send(JoinRequest::Message(report));
+        };
+        // Without a thread there is no report.
+        let _ = std::thread::Builder::new().name("host-check".into()).spawn(work);
     }
 
     /// Reports what this worker does, from a thread of its own: the heartbeats go on meanwhile.

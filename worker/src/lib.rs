@@ -50,6 +50,7 @@ pub mod fuzzing;
 mod gap;
 pub mod guide;
 mod half_model;
+mod host_check;
 mod inference;
 mod inspection;
 mod log_output;

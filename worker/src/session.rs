@@ -118,7 +118,9 @@ impl Session {
             // Handled where state requests arrive.
             MasterMessage::Joiners(_) => {}
             // Handled by the control thread, as this one may hang.
-            MasterMessage::Inspect { .. } | MasterMessage::ReportStacks => {}
+            MasterMessage::CheckHost
+            | MasterMessage::Inspect { .. }
+            | MasterMessage::ReportStacks => {}
             // Only shards of evaluation and prediction are leased.
             MasterMessage::Lease(_) => {}
             // Answered before there is a session.

@@ -180,6 +180,7 @@ impl Job {
             WorkerMessage::Formed { generation, step, ledger } => {
                 self.on_formed(now, worker, generation, step, &ledger);
             }
+            WorkerMessage::HostChecked(report) => self.on_host_checked(now, worker, *report),
             WorkerMessage::LeaseRequest { shards } => self.on_lease_request(worker, shards),
             WorkerMessage::Leaving => self.on_leaving(now, worker),
             WorkerMessage::CaughtUp { step } => self.on_caught_up(now, worker, step),

@@ -148,6 +148,12 @@ fn worker_message(kind: worker_message::Kind) -> Checked<WorkerMessage> {
         Kind::Reconnected(v1::Reconnected { step }) => {
             WorkerMessage::Reconnected { step: within("reconnected.step", step, 0, STEPS_MAX)? }
         }
+        Kind::HostChecked(v1::HostChecked { json }) => {
+            within("host_checked.json", json.len() as u64, 0, REPORT_BYTES_MAX)?;
+            let report = serde_json::from_str(&json)
+                .map_err(|error| format!("host_checked.json: {error}"))?;
+            WorkerMessage::HostChecked(Box::new(report))
+        }
         Kind::Report(v1::Report { request, json }) => {
             within("report.json", json.len() as u64, 0, REPORT_BYTES_MAX)?;
             let report =
@@ -358,6 +364,7 @@ fn master_message(before: &Members, kind: master_message::Kind) -> Checked<Maste
         Kind::Prepare(v1::Prepare { dataset }) => {
             MasterMessage::Prepare(file_list(dataset.ok_or("prepare.dataset: must be there")?)?)
         }
+        Kind::CheckHost(_) => MasterMessage::CheckHost,
         Kind::ReportStacks(_) => MasterMessage::ReportStacks,
         Kind::Shutdown(v1::Shutdown { reason, job_is_over }) => {
             MasterMessage::Shutdown { reason, job_is_over }

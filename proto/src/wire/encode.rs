@@ -96,6 +96,10 @@ fn worker_message(message: WorkerMessage) -> worker_message::Kind {
         WorkerMessage::Leaving => Kind::Leaving(v1::Leaving {}),
         WorkerMessage::Ready { parameters } => Kind::Ready(v1::Ready { parameters }),
         WorkerMessage::Reconnected { step } => Kind::Reconnected(v1::Reconnected { step }),
+        WorkerMessage::HostChecked(report) => {
+            let json = serde_json::to_string(&report).expect("its keys are strings");
+            Kind::HostChecked(v1::HostChecked { json })
+        }
         WorkerMessage::Report { request, report } => {
             let json = serde_json::to_string(&report).expect("its keys are strings");
             Kind::Report(v1::Report { request, json })
@@ -241,6 +245,7 @@ pub(super) fn master_message(message: &MasterMessage) -> v1::MasterMessage {
         MasterMessage::Lease(leased) => Kind::Lease(v1::Lease { ranges: ranges(leased) }),
         MasterMessage::Membership(published) => Kind::Membership(membership(published)),
         MasterMessage::Prepare(list) => Kind::Prepare(v1::Prepare { dataset: Some(dataset(list)) }),
+        MasterMessage::CheckHost => Kind::CheckHost(v1::CheckHost {}),
         MasterMessage::ReportStacks => Kind::ReportStacks(v1::ReportStacks {}),
         MasterMessage::Shutdown { reason, job_is_over } => {
             Kind::Shutdown(v1::Shutdown { reason: reason.clone(), job_is_over: *job_is_over })

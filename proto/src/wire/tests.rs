@@ -255,6 +255,7 @@ fn every_message_of_a_worker_keeps_every_field() {
         WorkerMessage::Leaving,
         WorkerMessage::Ready { parameters: 5 },
         WorkerMessage::Reconnected { step: 9 },
+        WorkerMessage::HostChecked(Box::new(crate::HostReport { gpus: 2, ..Default::default() })),
         WorkerMessage::Report {
             request: 3,
             report: Box::new(crate::WorkerReport { omitted: 5, ..Default::default() }),
@@ -310,8 +311,8 @@ fn every_message_of_a_master_keeps_every_field() {
         MasterMessage::Lease(vec![RecordRange { epoch: 1, start: 2, end: 5 }]),
         MasterMessage::Membership(membership()),
         MasterMessage::Prepare(FileList::pack([("a", 3), ("b", 0)])),
+        MasterMessage::CheckHost,
         MasterMessage::ReportStacks,
-        MasterMessage::release("the end"),
         MasterMessage::Shutdown { reason: "the job failed".into(), job_is_over: true },
         MasterMessage::Suspend,
     ];

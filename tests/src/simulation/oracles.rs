@@ -93,6 +93,7 @@ impl World {
             | MasterMessage::Joiners(_)
             | MasterMessage::KeepCheckpoint
             | MasterMessage::Prepare(_)
+            | MasterMessage::CheckHost
             | MasterMessage::ReportStacks
             | MasterMessage::Suspend => {}
         }

@@ -175,6 +175,8 @@ fn events_name_the_host_of_a_worker_and_a_host_says_what_it_lacks() {
     let ended = job.run();
     for host in ["first", "second"] {
         assert!(ended.output.contains(&format!(" on {host} is up")), "{}", ended.output);
+        let measured = format!(" host {host}: copies ");
+        assert_eq!(ended.output.matches(&measured).count(), 1, "{}", ended.output);
     }
     let [folder, temporary] = ["", "none"].map(|name| fixture.path(name).into_os_string());
     for (folder, temporary, lacks) in [

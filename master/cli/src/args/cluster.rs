@@ -109,8 +109,10 @@ pub(crate) struct ClusterOptions {
     ///
     /// A node on which workers had three faults within six hours is avoided, too: they were killed
     /// by the system, did not respond, did not join although others had, computed wrong results
-    /// (--audit), or their node was lost or could not start them. `elasticdl status` lists the
-    /// nodes that are avoided. To exclude nodes, use a nodeAffinity in --worker-pod-template.
+    /// (--audit), their node was lost or could not start them, or a worker that joined has found
+    /// its memory far slower than that of most others, or no GPU where all others have one.
+    /// `elasticdl status` lists the nodes that are avoided. To exclude nodes, use a nodeAffinity in
+    /// --worker-pod-template.
     #[arg(long, value_name = "NODES", value_parser = options::parse_object_name,
           value_delimiter = ',')]
     pub(crate) avoid_hosts: Vec<String>,

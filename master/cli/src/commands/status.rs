@@ -78,6 +78,9 @@ JSON (keys are stable; null for values that do not apply or are not yet known):
                         since the last message or the end of the stream
   workers_pending[]     {launch, slot, state, reason} of workers that are not connected yet; state:
                         requested, queued, unschedulable, starting
+  hosts                 {name: {copied_per_s, gpus, disks}} as a worker on each host has measured
+                        them when it joined: bytes of memory copied per second, NVIDIA GPUs, and
+                        disks[] {folder, free_bytes, written_per_s}; empty for a job on one machine
   hosts_avoided[]       {host, why, for_s} of hosts on which no worker is started where another one
                         has capacity; for_s: seconds until it is used again, or null
   priority_tiers[]      {class, launches, workers}: workers started and connected per priority class

@@ -91,6 +91,14 @@ pub(crate) fn to_table(status: &Status) -> String {
             format!("worker {} {}{}", launch.launch.0, launch.state, reason.unwrap_or_default());
         row(if index == 0 { "pending" } else { "" }, &what);
     }
+    for (index, (host, report)) in status.hosts.iter().take(HOSTS_SHOWN).enumerate() {
+        let what = one_line(&format!("{host} {report}"));
+        row(if index == 0 { "hosts" } else { "" }, &what);
+    }
+    let more = status.hosts.len().saturating_sub(HOSTS_SHOWN);
+    if more > 0 {
+        row("", &format!("and {more} more"));
+    }
     for (index, AvoidedHost { host, why, for_s }) in status.hosts_avoided.iter().enumerate() {
         let time = for_s.map(|left| format!(" (for {})", format_duration(left)));
         let what = format!("{host}{}: {}", time.unwrap_or_default(), one_line(why));
@@ -204,6 +212,7 @@ fn has_leases(workers: &[WorkerStatus]) -> bool {
 }
 
 const MEMBERSHIPS_SHOWN: usize = 5;
+const HOSTS_SHOWN: usize = 16;
 const PROCESS_COLUMN: &str = "     pid";
 const WORKER_COLUMNS: &str = "  rank  state           step  ms/step  ";
 const SHARE_COLUMNS: &str = "share  limit";
@@ -214,8 +223,8 @@ const VALUE_COLUMNS: usize = 67;
 #[cfg(test)]
 pub(crate) mod tests {
     use elasticdl_proto::{
-        Cause, Generation, LaunchId, LaunchStatus, MembershipChange, PriorityTierStatus,
-        SavedCheckpoint, WorkerId,
+        Cause, Generation, HostReport, LaunchId, LaunchStatus, MembershipChange,
+        PriorityTierStatus, SavedCheckpoint, WorkerId,
     };
 
     use super::*;
@@ -298,6 +307,8 @@ pub(crate) mod tests {
                 state: "unschedulable".into(),
                 reason: Some("0/1 nodes are available".into()),
             }],
+            hosts: [("node-2".into(), HostReport { copied_per_s: 9 << 30, ..Default::default() })]
+                .into(),
             hosts_avoided: vec![AvoidedHost {
                 host: "node-3".into(),
                 why: "3 faults, the last one: worker 5 was lost".into(),
@@ -341,6 +352,7 @@ workers      2 desired, 2 spares (1 caught up, 3 promoted)
                   2      72     -  training           -      1.5      -  -
 disconnected worker 9 (rank 1) for 12.3 s
 pending      worker 3 unschedulable: 0/1 nodes are available
+hosts        node-2 copies 9.7 GB/s in memory, 0 GPUs
 avoided      node-3 (for 2 h 30 min): 3 faults, the last one: worker 5 was lost
 autoscale    2 workers make 20000 records/s; trying 3
 tiers        elasticdl-core 2/2, elasticdl-tier-1 0/1

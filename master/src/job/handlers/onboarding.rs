@@ -3,7 +3,7 @@
 
 use std::net::SocketAddr;
 
-use elasticdl_proto::{FileList, OrderName, SkippedRecords, WorkerId};
+use elasticdl_proto::{FileList, HostReport, OrderName, SkippedRecords, WorkerId};
 
 use crate::job::action::{Action, MasterMessage, Outcome};
 use crate::job::data::dataset::Dataset;
@@ -58,9 +58,33 @@ impl Job {
         if self.lifecycle.is_suspended() {
             return self.release(now, worker, "the job is suspended");
         }
+        self.check_host_of(worker);
         self.welcome(worker);
         if was_awaited {
             self.on_awaited_returned(now);
+        }
+    }
+
+    /// Asks a worker that has joined to check its host, unless another one does or has.
+    fn check_host_of(&mut self, worker: WorkerId) {
+        let host = self.node_of(worker).to_owned();
+        let is_connected = |other| self.workers.is_connected(other);
+        if self.lifecycle.host_checks.ask(&host, worker, is_connected) {
+            self.send(worker, MasterMessage::CheckHost);
+        }
+    }
+
+    /// A worker has measured its host.
+    pub(crate) fn on_host_checked(&mut self, now: Time, worker: WorkerId, report: HostReport) {
+        let host = self.node_of(worker).to_owned();
+        let line = format!("host {host}: {report}");
+        if !self.lifecycle.host_checks.note(&host, report) {
+            return;
+        }
+        self.log_event(clip(&line).to_owned());
+        for (host, fault) in self.lifecycle.host_checks.take_faults() {
+            self.log_event(format!("host {host} counts as faulty: {fault}"));
+            self.note_fault_of(now, &host, &fault);
         }
     }
 

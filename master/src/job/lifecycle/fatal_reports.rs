@@ -109,7 +109,7 @@ impl Job {
     }
 
     /// The node of a worker; empty if it is not known.
-    fn node_of(&self, worker: WorkerId) -> &str {
+    pub(crate) fn node_of(&self, worker: WorkerId) -> &str {
         self.workers.get_launch(launch_of(worker)).map_or("", |l| &l.location().node)
     }
 

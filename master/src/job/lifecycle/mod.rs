@@ -7,6 +7,7 @@ pub(crate) mod disconnected;
 mod exits;
 mod failed_slots;
 mod fatal_reports;
+mod host_checks;
 mod launching;
 mod missing_results;
 pub(crate) mod persisted;

@@ -8,6 +8,7 @@ use super::autoscale::Autoscale;
 use super::bad_hosts::BadHosts;
 use super::failed_slots::FailedSlots;
 use super::fatal_reports::FatalReports;
+use super::host_checks::HostChecks;
 use super::restart::{Budget, Restarts};
 use super::takeover_state::Takeover;
 use crate::job::action::Outcome;
@@ -31,6 +32,7 @@ pub(crate) struct Lifecycle {
     /// The node of the last failure, and until when it is avoided.
     avoided: Option<(String, Time)>,
     pub(super) bad_hosts: BadHosts,
+    pub(crate) host_checks: HostChecks,
     /// The longest evaluation of the group so far.
     pub(crate) longest_evaluation: Duration,
     /// When a group last began without a state, if this master knows it.
@@ -105,6 +107,7 @@ impl Lifecycle {
             failed_slots: FailedSlots::default(),
             avoided: None,
             bad_hosts: BadHosts::default(),
+            host_checks: HostChecks::default(),
             longest_evaluation: Duration::ZERO,
             began: None,
             takeover: None,

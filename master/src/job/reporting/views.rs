@@ -67,6 +67,7 @@ impl Job {
         let ledger = self.data.cache().map(LedgerCache::ledger);
         let status = |(id, w): (WorkerId, &Worker)| self.worker_status(now, id, w);
         let workers = self.workers.connected().map(status).collect();
+        let hosts = self.lifecycle.host_checks.measured();
         Status {
             job: self.spec.name.clone(),
             run_id: self.run_id.to_string(),
@@ -93,6 +94,7 @@ impl Job {
             workers,
             workers_disconnected: self.workers_disconnected(now),
             workers_pending: self.workers_pending(),
+            hosts: hosts.map(|(host, report)| (host.clone(), report.clone())).collect(),
             hosts_avoided: self.hosts_avoided(now),
             priority_tiers: self.priority_tiers(),
             allreduce_transport: self.reporting.allreduce_transport.clone(),

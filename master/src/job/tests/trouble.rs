@@ -3,8 +3,7 @@
 
 use std::time::Duration;
 
-use elasticdl_proto::WorkerOptions;
-use elasticdl_proto::{Location, WorkerId};
+use elasticdl_proto::{HostReport, Location, WorkerId, WorkerOptions};
 
 use super::super::*;
 use super::directed::{actions, at, committed, connect, deliver, formed, launch_at, started};
@@ -527,4 +526,57 @@ fn the_nodes_that_the_user_names_are_always_avoided() {
     assert_eq!(avoided(&mut job), ["c", "b"]);
     let listed = job.status(at(u64::MAX / 2)).hosts_avoided;
     assert_eq!((listed.len(), &*listed[0].why, listed[0].for_s), (1, "--avoid-hosts", None));
+}
+
+#[test]
+fn a_host_is_checked_once_and_a_slow_one_has_a_fault() {
+    let mut job = Job::new(JobSpec { num_workers: 5, max_workers: 5, ..spec() });
+    let report =
+        |megabytes: u64| HostReport { copied_per_s: megabytes << 20, ..Default::default() };
+    let mut asked = Vec::new();
+    for (launch, node) in (1..).zip(["a", "b", "b", "c", ""]) {
+        locate(&mut job, launch, node);
+        connect(&mut job, launch);
+        if launch == 1 {
+            deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20])), None));
+        }
+        asked.extend(actions(&mut job).into_iter().filter_map(|action| match action {
+            Action::Send { worker, message: MasterMessage::CheckHost } => Some(worker.0),
+            _ => None,
+        }));
+    }
+    assert_eq!(asked, [1, 2, 4]);
+    for (worker, megabytes) in [(1, 9000), (2, 2000), (4, 8500), (1, 1)] {
+        deliver(&mut job, worker, WorkerMessage::HostChecked(Box::new(report(megabytes))));
+    }
+    let status = job.status(at(0));
+    let expected = [("a", 9000), ("b", 2000), ("c", 8500)];
+    assert_eq!(status.hosts, expected.map(|(host, speed)| (host.into(), report(speed))).into());
+    let fault = "host b counts as faulty: it copies 2.1 GB/s in memory, and most others 9.4 GB/s";
+    let faults = status.events.iter().filter(|event| event.contains(" counts as faulty"));
+    assert_eq!(faults.collect::<Vec<_>>(), [fault]);
+    // With two more faults it is avoided.
+    for launch in [2, 3] {
+        ended(&mut job, launch, Exit::Signal(9));
+    }
+    let avoided = &job.status(at(0)).hosts_avoided;
+    assert_eq!((avoided.len(), &*avoided[0].host), (1, "b"));
+}
+
+#[test]
+fn another_worker_checks_a_host_whose_check_was_cut_short() {
+    let mut job = Job::new(spec());
+    locate(&mut job, 1, "a");
+    connect(&mut job, 1);
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20])), None));
+    locate(&mut job, 2, "a");
+    let is_asked = |job: &mut Job| {
+        let sent = actions(job);
+        sent.iter()
+            .any(|action| matches!(action, Action::Send { message: MasterMessage::CheckHost, .. }))
+    };
+    assert!(is_asked(&mut job));
+    ended(&mut job, 1, Exit::Signal(9));
+    connect(&mut job, 2);
+    assert!(is_asked(&mut job));
 }

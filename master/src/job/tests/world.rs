@@ -388,6 +388,7 @@ impl World {
             MasterMessage::Inspect { .. }
             | MasterMessage::Joiners(_)
             | MasterMessage::KeepCheckpoint
+            | MasterMessage::CheckHost
             | MasterMessage::ReportStacks => {}
             MasterMessage::Lease(_) => panic!("a group needs no leases"),
             MasterMessage::GiveUp | MasterMessage::Suspend => {
