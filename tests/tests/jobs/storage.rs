@@ -72,7 +72,10 @@ fn a_store_that_is_unavailable_for_six_and_for_twenty_seconds_costs_no_worker_an
     let working = job.wait_for_work_of(3);
     let (generation, before) = (working.generation, working.step);
     become_unavailable(&server, Duration::from_secs(6));
-    job.wait_for("steps after six seconds", |status| status.step > before + 20);
+    job.wait_for("steps after six seconds", |status| {
+        let no_longer = |event: &String| event.contains("workers no longer wait for storage");
+        status.step > before + 20 && status.events.iter().any(no_longer)
+    });
     let before = job.status().step;
     become_unavailable(&server, Duration::from_secs(20));
     let status = job.status();
