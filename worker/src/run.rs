@@ -258,7 +258,7 @@ fn prepare<M: Model>(
             Ok(ControlEvent::Message(MasterMessage::Prepare(list), _)) => {
                 if has_hosts && probe.is_none() {
                     let Control { stops, welcome, .. } = control;
-                    Checkpointing::check_shared(&welcome.options, job, stops)?;
+                    Checkpointing::check_shared(welcome, job, stops)?;
                 }
                 return Ok(Ok(dataset::unpack(&list)));
             }

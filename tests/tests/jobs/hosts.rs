@@ -250,10 +250,28 @@ fn a_worker_that_sees_another_folder_of_checkpoints_is_told_from_one_that_shares
         ended.output.lines().find(of_host).is_some()
     });
     assert!(ended.code == Some(1) && told[0] != told[1], "{}", ended.output);
-    assert!(ended.output.contains(&format!("--checkpoint-dir {path} is not the folder")));
+    assert!(ended.output.contains(&format!("--checkpoint-dir {path}, as worker ")));
     assert_eq!((ended.summary().steps, entries()), (0, [0, 0]), "the probe is deleted");
     start(true).assert_exact("a shared folder");
     assert_eq!(entries(), [1, 0], "the last checkpoint");
+}
+
+#[test]
+fn two_workers_that_see_other_folders_of_checkpoints_do_not_end_a_group_that_trains() {
+    let fixture = JobFixture { micros_per_record: 1500, ..JobFixture::new(PROGRAMS, 3) };
+    let hosts = ["first", "second", "third"];
+    hosts.iter().for_each(|host| fs::create_dir(fixture.path(host)).unwrap());
+    let (reach, folder) = (fixture.path("reach"), fixture.folder.path().display());
+    fs::write(&reach, format!("exec 9<{folder}/$1; shift; exec \"$@\"")).unwrap();
+    let command = format!("/bin/sh {} {{host}}", reach.display());
+    let job = with_checkpoints(&fixture, &hosts.join("\n"), &command, "/proc/self/fd/9");
+    let ended = job.option("listen", "127.0.0.1").run();
+    ended.assert_exact("one host trains");
+    let refused = |host: &&str| {
+        let mut lines = ended.output.lines();
+        lines.any(|line| line.contains(" sees it, is another folder") && line.contains(host))
+    };
+    assert_eq!(hosts.iter().filter(|host| refused(host)).count(), 2, "{}", ended.output);
 }
 
 #[test]

@@ -277,6 +277,21 @@ class StateTest(unittest.TestCase):
         other_state.save()
         self.assertTrue(torch.equal(before.view(torch.int32), other_memory.view(torch.int32)))
 
+    def test_equal_states_have_equal_bytes_whatever_settings_they_had_before(self):
+        import torch
+        from elasticdl.torch._place import OnHost
+        from elasticdl.torch._state import State
+
+        memories = []
+        for rates in [0.1], [0.1234567891, 0.1]:
+            optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+            state = State(optimizer, {}, OnHost())
+            memories.append(torch.zeros(state.floats))
+            state.bind(memories[-1])
+            for optimizer.param_groups[0]["lr"] in rates:
+                state.save()
+        self.assertTrue(torch.equal(*(memory.view(torch.int32) for memory in memories)))
+
     def test_a_state_that_a_later_step_makes_is_refused(self):
         import torch
         from elasticdl.torch._place import OnHost

@@ -8,7 +8,7 @@ use std::time::Duration;
 use elasticdl_collective::Secret;
 use elasticdl_data::Dataset;
 use elasticdl_data::storage::Storage;
-use elasticdl_proto::{CheckpointTimes, OrderName, ParamDtype, WorkerOptions};
+use elasticdl_proto::{CheckpointTimes, OrderName, ParamDtype, Welcome, WorkerOptions};
 use elasticdl_tables::Table;
 
 use crate::checkpoint::{
@@ -119,21 +119,24 @@ impl Checkpointing {
     /// # Errors
     /// It sees another one, or the storage refuses access.
     pub(crate) fn check_shared(
-        options: &WorkerOptions,
+        welcome: &Welcome,
         job: JobKey<'_>,
         stops: &AtomicBool,
     ) -> Result<(), Failure> {
-        let Some(spec) = &options.checkpoints else { return Ok(()) };
+        let worker = welcome.worker;
+        let Some(spec) = &welcome.options.checkpoints else { return Ok(()) };
         let dir = &spec.dir;
         let is_missing = open("--checkpoint-dir", dir).and_then(|own| {
             Probe::is_missing(&own, &job.run(), SHOWN_LATE, stops)
                 .map_err(|error| Failure::local(format!("--checkpoint-dir: {error}")))
         });
         match is_missing? {
+            // Of each worker another text, so that none confirms that of another: a group goes on.
             true => Err(Failure::fatal(format!(
-                "--checkpoint-dir {dir} is not the folder that the worker sees there which began \
-                 the job: the job's files are not in it; it must be storage that all hosts share, \
-                 such as an object store, a network file system or a shared volume"
+                "--checkpoint-dir {dir}, as worker {worker} sees it, is another folder than that \
+                 of the worker that began the job: it has none of the job's files; it must be \
+                 storage that all hosts share, such as an object store, a network file system or a \
+                 shared volume"
             ))),
             false => Ok(()),
         }

@@ -90,8 +90,10 @@ class State:
             )
         if text != self._saved_text:
             self._length[0] = len(text)
-            self._bytes[self._text_at : self._text_at + len(text)] = torch.frombuffer(
-                bytearray(text), dtype=torch.uint8
+            # Nothing is left of a longer one: equal states have equal bytes.
+            padded = bytearray(text.ljust(self._text_max, b"\0"))
+            self._bytes[self._text_at : self._text_at + self._text_max] = torch.frombuffer(
+                padded, dtype=torch.uint8
             )
             self._saved_text = text
         self._mirror.push()
