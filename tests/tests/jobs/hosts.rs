@@ -262,9 +262,9 @@ fn two_workers_that_see_other_folders_of_checkpoints_do_not_end_a_group_that_tra
     let hosts = ["first", "second", "third"];
     hosts.iter().for_each(|host| fs::create_dir(fixture.path(host)).unwrap());
     let (reach, folder) = (fixture.path("reach"), fixture.folder.path().display());
-    fs::write(&reach, format!("exec 9<{folder}/$1; shift; exec \"$@\"")).unwrap();
+    fs::write(&reach, format!("exec 8<{folder}/$1; shift; exec \"$@\"")).unwrap();
     let command = format!("/bin/sh {} {{host}}", reach.display());
-    let job = with_checkpoints(&fixture, &hosts.join("\n"), &command, "/proc/self/fd/9");
+    let job = with_checkpoints(&fixture, &hosts.join("\n"), &command, "/proc/self/fd/8");
     let ended = job.option("listen", "127.0.0.1").run();
     ended.assert_exact("one host trains");
     let refused = |host: &&str| {
