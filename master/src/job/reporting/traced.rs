@@ -103,5 +103,5 @@ impl Intervals {
 /// More than an exporter can miss between two snapshots.
 const TRACED_MAX: usize = 256;
 const STEP_INTERVAL: Duration = Duration::from_secs(10);
-/// Ranks whose part of a step is told.
+/// Ranks whose part of a step is a span.
 const RANKS_MAX: usize = 16;
