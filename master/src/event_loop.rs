@@ -22,7 +22,9 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use elasticdl_proto::wire::SharedMessage;
-use elasticdl_proto::{Generation, Hello, Location, MasterMessage, Membership, Welcome, WorkerId};
+use elasticdl_proto::{
+    Generation, Hello, Location, MasterMessage, Membership, Welcome, WorkerId, set_log_generation,
+};
 use k8s_openapi::api::core::v1::Pod;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior};
@@ -422,6 +424,7 @@ impl Master {
 
     /// Performs the actions of the job. Returns the outcome when the job ends.
     fn act(&mut self) -> Option<Outcome> {
+        set_log_generation(self.job.generation());
         loop {
             self.persist();
             if !self.job_store.allows_actions(&self.job) {

@@ -90,8 +90,14 @@ impl LocalMaster {
         Self { is_apart: true, ..self }
     }
 
+    /// The job's specification.
+    #[must_use]
+    pub fn spec(&self) -> &JobSpec {
+        &self.spec
+    }
+
     /// Leads the job in `dir` to its end. Once it listens, shows the job in what `progress` gives,
-    /// with the link of its page if `shows_link`.
+    /// with the link of its page if `shows_link`. Prints with `warn` while it stands still.
     ///
     /// # Errors
     /// The job can't be started. No worker was.
@@ -100,6 +106,7 @@ impl LocalMaster {
         dir: &JobDir,
         progress: impl FnOnce() -> Progress,
         shows_link: bool,
+        warn: fn(&str),
     ) -> Result<LocalEnd, Failure> {
         check_proc(Path::new("/proc/self/stat"))?;
         let Listeners { workers, metrics, dashboard } = self.listen().await?;
@@ -108,7 +115,7 @@ impl LocalMaster {
         let JobStart { address, metrics: scraped, dashboard: browsed, .. } = self.start;
         dir.publish(address, browsed).map_err(|e| Failure::failed(e.to_string()))?;
         let mut signals = Signals::new().map_err(cannot("handle signals"))?;
-        let standstill = Standstill::watch(dir.path().display().to_string());
+        let standstill = Standstill::watch(dir.path().display().to_string(), warn);
         let standstill = standstill.map_err(cannot("watch the master"))?;
         let (publish, published) = watch::channel(None);
         let progress = progress().publishing(publish);
@@ -283,7 +290,8 @@ impl LocalMaster {
         let launcher = Launcher::new(program.into(), args, dir, master_timeout)
             .with_copy(copy)
             .on_hosts(hosts)
-            .sharing_cores(spec.num_workers);
+            .sharing_cores(spec.num_workers)
+            .logging(spec.log_format);
         let failed = cannot("start the master");
         let backend = WorkerBackend::processes(launcher, &spec.name, &server_config);
         let backend = backend.map_err(&failed)?;

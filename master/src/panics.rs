@@ -21,13 +21,18 @@ thread_local! {
 }
 
 /// From now on, a panic of any thread or task of this process ends the process, unless it is
-/// dispensable. An abort says what follows, too.
-pub fn end_process_on_panic() {
+/// dispensable. An abort says what follows, too. `print`: prints what is otherwise reported as text
+/// on standard error.
+pub fn end_process_on_panic(print: Option<fn(&str)>) {
     report_aborts();
     let report = panic::take_hook();
     panic::set_hook(Box::new(move |panicked| {
+        let report = || match print {
+            Some(print) => print(&panicked.to_string()),
+            None => report(panicked),
+        };
         if IS_DISPENSABLE.get() {
-            return report(panicked);
+            return report();
         }
         // Standard error may block, and this thread may hold the lock of the log.
         let limit = || {
@@ -35,13 +40,12 @@ pub fn end_process_on_panic() {
             process::exit(EXIT_PANICKED)
         };
         drop(thread::Builder::new().spawn(limit));
-        report(panicked);
-        // Standard error may be closed.
-        let _ = writeln!(
-            stderr(),
-            "error: a thread of this process has failed, and the process ends; a job that it led \
-             can go on: `elasticdl train --resume JOB` on one machine, by itself in a cluster"
-        );
+        report();
+        match print {
+            Some(print) => print(FOLLOWS),
+            // Standard error may be closed.
+            None => drop(writeln!(stderr(), "error: {FOLLOWS}")),
+        }
         error!(thread = thread::current().name(), "{panicked}");
         process::exit(EXIT_PANICKED)
     }));
@@ -74,6 +78,9 @@ pub(crate) async fn dispensable<T>(task: impl Future<Output = T>) -> T {
     .await
 }
 
+const FOLLOWS: &str = "a thread of this process has failed, and the process ends; a job that it \
+                       led can go on: `elasticdl train --resume JOB` on one machine, by itself in \
+                       a cluster";
 /// Rust's exit code after a panic of the main thread.
 const EXIT_PANICKED: i32 = 101;
 /// How long the report of a panic may take.
@@ -89,7 +96,7 @@ mod tests {
 
     /// Panics in a thread or in a task. Exits with 0 if that does not end the process.
     fn panic_in(what: &str) -> ! {
-        end_process_on_panic();
+        end_process_on_panic(None);
         let what = what.to_owned();
         let thread = thread::Builder::new().name("grpc".into()).spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use elasticdl_proto::{TOKEN_BYTES, bytes_of_hex, run_id};
 use ring::hmac;
 use subtle::ConstantTimeEq;
 use uuid::Uuid;
@@ -11,7 +12,7 @@ use uuid::Uuid;
 /// **Invariant:** a token is never logged, is compared in constant time, and is stored only in
 /// files that their owner alone can read.
 #[derive(Clone)]
-pub struct Token([u8; BYTES]);
+pub struct Token([u8; TOKEN_BYTES]);
 
 impl Token {
     /// Draws a token from the system's random number generator.
@@ -19,7 +20,7 @@ impl Token {
     /// # Errors
     /// The generator failed.
     pub fn random() -> std::io::Result<Self> {
-        let mut bytes = [0; BYTES];
+        let mut bytes = [0; TOKEN_BYTES];
         getrandom::fill(&mut bytes).map_err(std::io::Error::other)?;
         Ok(Self(bytes))
     }
@@ -27,15 +28,7 @@ impl Token {
     /// Parses the output of [`Token::to_hex`], ignoring surrounding white space. `None` for any
     /// other text.
     pub(crate) fn from_hex(text: &str) -> Option<Self> {
-        let digits = text.trim().as_bytes();
-        if digits.len() != 2 * BYTES {
-            return None;
-        }
-        let mut bytes = [0; BYTES];
-        for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
-            *byte = (hex_digit(pair[0])? << 4) | hex_digit(pair[1])?;
-        }
-        Some(Self(bytes))
+        bytes_of_hex(text.trim().as_bytes()).map(Self)
     }
 
     /// The token as 64 lower-case hexadecimal digits.
@@ -43,15 +36,15 @@ impl Token {
         self.0.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// Public id of the run that the token was drawn for, the same for all its masters. The token
-    /// cannot be found from it: it is a SHA-1 digest (UUID version 5).
-    pub(crate) fn run_id(&self) -> Uuid {
-        Uuid::new_v5(&RUNS, &self.0)
+    /// Public id of the run that the token was drawn for, the same for all its masters.
+    #[must_use]
+    pub fn run_id(&self) -> Uuid {
+        run_id(&self.0)
     }
 
     /// A key for one purpose, from which neither the token nor another key can be found
     /// (HMAC-SHA-256).
-    pub(crate) fn derive(&self, purpose: &str) -> [u8; BYTES] {
+    pub(crate) fn derive(&self, purpose: &str) -> [u8; TOKEN_BYTES] {
         let key = hmac::Key::new(hmac::HMAC_SHA256, &self.0);
         let tag = hmac::sign(&key, purpose.as_bytes());
         tag.as_ref().try_into().expect("a tag of SHA-256 has 32 bytes")
@@ -82,19 +75,7 @@ impl fmt::Debug for Token {
     }
 }
 
-pub(crate) fn hex_digit(digit: u8) -> Option<u8> {
-    match digit {
-        b'0'..=b'9' => Some(digit - b'0'),
-        b'a'..=b'f' => Some(digit - b'a' + 10),
-        _ => None,
-    }
-}
-
-const BYTES: usize = 32;
 const SCHEME: &str = "Bearer ";
-
-/// Namespace of the ids of runs.
-const RUNS: Uuid = Uuid::from_u128(0x5d0c_86ab_31f9_4b7e_9c1d_e7a2_4f60_b853);
 
 #[cfg(test)]
 mod tests {

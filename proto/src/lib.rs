@@ -1,5 +1,5 @@
 //! The protocol between a master and its workers: ids, record ranges, the ledger, the order of
-//! records, messages, the gRPC service.
+//! records, messages, the gRPC service, and the form of their logs.
 //!
 //! **Invariant:** this crate does no I/O and makes no decisions. The generated types of the schema
 //! are private to `wire`, which the feature `grpc` adds; both sides, and the user's programs, work
@@ -16,12 +16,14 @@ mod ids;
 mod inspection;
 mod job;
 mod ledger;
+mod log;
 mod members;
 mod membership;
 mod message;
 mod order;
 mod ranges;
 mod row_touches;
+mod run_id;
 mod sources;
 mod spares;
 mod split;
@@ -42,6 +44,9 @@ pub use job::{
     Work, WorkerOptions, failed_export,
 };
 pub use ledger::Ledger;
+pub use log::{LogFormat, log_line_as_text};
+#[cfg(feature = "log")]
+pub use log::{LogLines, LogSource, set_log_generation};
 pub use members::Members;
 pub use membership::{Hello, Location, Membership, Phases, Resume, Stall};
 pub use message::{
@@ -51,6 +56,7 @@ pub use message::{
 pub use order::{Access, Order, OrderName};
 pub use ranges::{RangeSet, RecordRange};
 pub use row_touches::{RowTouches, RowTouchesSummary, RowsLoss, TablesStatus};
+pub use run_id::{TOKEN_BYTES, bytes_of_hex, run_id};
 pub use sources::{join_sources, shown_sources, split_sources};
 pub use spares::Spares;
 pub use split::{DataPart, Split};

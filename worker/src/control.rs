@@ -19,7 +19,10 @@ use elasticdl_data::storage::Storage;
 use elasticdl_proto::limits::{MESSAGE_BYTES_MAX, REPORT_BYTES_MAX};
 use elasticdl_proto::wire::master_client::MasterClient;
 use elasticdl_proto::wire::{JoinRequest, JoinResponse};
-use elasticdl_proto::{Heartbeat, Hello, LaunchId, MasterMessage, Welcome, WorkerMessage};
+use elasticdl_proto::{
+    Heartbeat, Hello, LaunchId, MasterMessage, Membership, Welcome, WorkerMessage,
+    set_log_generation,
+};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::MissedTickBehavior;
 use tokio_stream::StreamExt;
@@ -434,6 +437,9 @@ impl Stream {
         // A joiner must not wait until the trainer, which may be in a long step, hears of it.
         if let (MasterMessage::Joiners(named), Some(joiners)) = (&message, self.joiners.get()) {
             return joiners.name(named.iter().map(|id| id.0));
+        }
+        if let MasterMessage::Membership(Membership { generation, .. }) = &message {
+            set_log_generation(*generation);
         }
         // A lost member and the end can't wait until the trainer checks its inbox.
         let abort_before = self.state.handle_message(&message);

@@ -8,21 +8,56 @@ use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+use std::{fs, panic, thread};
 
+use elasticdl_proto::{LogFormat, LogLines, LogSource, bytes_of_hex, run_id};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tracing_subscriber::fmt::time::SystemTime;
 
-/// Sets up logging to the standard error stream. `filter`: unless `ELASTICDL_LOG` is set.
-pub(crate) fn log(filter: &str) {
+use crate::supervisor::WORKERS;
+
+/// Sets up logging to the standard error stream, in the format that [`LogFormat::VARIABLE`] names.
+/// `filter`: unless `ELASTICDL_LOG` is set.
+///
+/// # Errors
+/// There is no such format.
+pub(crate) fn log(filter: &str) -> Result<(), String> {
+    let variable = |name: &str| std::env::var(name).ok();
+    let format = variable(LogFormat::VARIABLE).unwrap_or_else(|| LogFormat::Text.name().into());
+    let format: LogFormat =
+        format.parse().map_err(|why| format!("{}: {why}", LogFormat::VARIABLE))?;
     let filter = tracing_subscriber::EnvFilter::try_from_env("ELASTICDL_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(filter));
     // A program that has set up its own logging keeps it. The subscriber would report a failed
     // write by `eprintln!`, which panics if standard error fails.
-    let _ = tracing_subscriber::fmt()
+    let is_set = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(|| LogOutput)
         .log_internal_errors(false)
         .with_ansi(false)
-        .try_init();
+        .event_format(LogLines::new(format, source(variable), SystemTime))
+        .try_init()
+        .is_ok();
+    if is_set && format == LogFormat::Json {
+        panic::set_hook(Box::new(|panicked| {
+            tracing::error!(thread = thread::current().name(), "{panicked}");
+        }));
+    }
+    Ok(())
+}
+
+/// This process, by what its launcher has passed to it.
+fn source(variable: impl Fn(&str) -> Option<String>) -> LogSource {
+    let token = variable("ELASTICDL_TOKEN_FILE").and_then(|path| fs::read_to_string(path).ok());
+    let token = token.and_then(|text| bytes_of_hex(text.trim().as_bytes()));
+    // The launch of a supervisor is that of its first worker.
+    let is_worker = variable(WORKERS).is_none_or(|workers| workers == "1");
+    let launch = variable("ELASTICDL_LAUNCH").filter(|_| is_worker);
+    LogSource {
+        job: variable("ELASTICDL_JOB"),
+        run_id: token.map(|token| run_id(&token).to_string()),
+        worker: launch.and_then(|launch| launch.parse().ok()),
+    }
 }
 
 /// Standard error for lines that may be dropped.

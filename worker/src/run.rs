@@ -42,12 +42,12 @@ use crate::trainer::{Checkpointing, JobKey, Validation};
 /// the launcher wants several workers, as in a pod with several GPUs, this process starts them and
 /// drops `model`: a model should acquire no resources before.
 pub fn run<M: Model>(mut model: M) -> ExitCode {
-    log("info,object_store=warn");
+    let is_logging = log("info,object_store=warn");
     let variable = |name: &str| std::env::var(name).ok();
     if let Some(conversion) = Conversion::read(variable) {
         return conversion.run(&mut model);
     }
-    let environment = match Supervisor::read(variable) {
+    let environment = match is_logging.and_then(|()| Supervisor::read(variable)) {
         Ok(Some(supervisor)) => {
             // The workers need the resources that the model holds.
             drop(model);

@@ -216,7 +216,7 @@ fn code_of(status: WaitStatus) -> u8 {
 }
 
 /// Number of workers of the pod.
-const WORKERS: &str = "ELASTICDL_WORKERS";
+pub(crate) const WORKERS: &str = "ELASTICDL_WORKERS";
 /// Number of CPUs that they share.
 const CPUS: &str = "ELASTICDL_CPUS";
 /// Process id of the supervisor, for a worker.

@@ -4,17 +4,18 @@ use std::borrow::Cow;
 use std::io::{self, Write as _, stderr, stdout};
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, SystemTime};
 
+use elasticdl_proto::LogFormat;
 use rustix::process::{Resource, getrlimit, setrlimit};
+use serde_json::json;
 use tokio::runtime::{Builder, Runtime};
 
 pub(crate) use elasticdl_master::exit::{
     EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, cannot,
     code_of_summary, unsaved_steps,
 };
-
-use crate::progress::LogFormat;
 
 /// What a command prints of a job that it follows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -74,10 +75,33 @@ pub(crate) fn print(text: &str) -> Result<u8, Failure> {
     }
 }
 
+/// Sets the form of what this process prints on standard error from now on.
+pub(crate) fn set_log_format(format: LogFormat) {
+    IS_JSON.store(format == LogFormat::Json, Ordering::Relaxed);
+}
+
+/// The form of what this process prints on standard error.
+pub(crate) fn log_format() -> LogFormat {
+    if IS_JSON.load(Ordering::Relaxed) { LogFormat::Json } else { LogFormat::Text }
+}
+
+/// Whether lines on standard error are JSON objects.
+static IS_JSON: AtomicBool = AtomicBool::new(false);
+
 /// Prints text to standard error, which may be closed. Control characters, which may come from a
 /// data file or a program, are escaped.
 pub(crate) fn print_line(text: &str) {
-    let _ = writeln!(stderr(), "{}", escaped(text));
+    print_as("event", "", text);
+}
+
+/// `prefix`: before the text, where lines are no objects.
+fn print_as(kind: &str, prefix: &str, text: &str) {
+    if log_format() == LogFormat::Text {
+        let _ = writeln!(stderr(), "{prefix}{}", escaped(text));
+        return;
+    }
+    let time = humantime::format_rfc3339_millis(SystemTime::now()).to_string();
+    let _ = writeln!(stderr(), "{}", json!({"time": time, "kind": kind, "text": text.trim()}));
 }
 
 fn escaped(text: &str) -> Cow<'_, str> {
@@ -90,11 +114,11 @@ fn escaped(text: &str) -> Cow<'_, str> {
 }
 
 pub(crate) fn print_error(text: &str) {
-    print_line(&format!("error: {text}"));
+    print_as("error", "error: ", text);
 }
 
 pub(crate) fn print_warning(text: &str) {
-    print_line(&format!("warning: {text}"));
+    print_as("warning", "warning: ", text);
 }
 
 #[cfg(test)]

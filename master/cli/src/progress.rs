@@ -7,6 +7,7 @@
 //! can't print in time are dropped. Notices are also in the master's log.
 
 mod line;
+mod log;
 mod terminal;
 mod text;
 
@@ -18,23 +19,14 @@ use std::time::{Duration, Instant, SystemTime};
 use elasticdl_master::job::Time;
 use elasticdl_master::progress::Observer;
 use elasticdl_master::worker_output::WorkerOutput;
-use elasticdl_proto::Status;
+use elasticdl_proto::{LogFormat, Status};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use line::ProgressLine;
+pub(crate) use log::ProgressLog;
 pub(crate) use terminal::can_redraw;
 pub(crate) use text::{format_duration, format_learning_rate, format_rate, one_line};
-
-/// Form of the lines on standard error.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum LogFormat {
-    /// One JSON object per line.
-    Json,
-    /// Text, and a progress bar on a terminal.
-    #[default]
-    Text,
-}
 
 /// Shows a job's progress until [`ProgressPrinter::end`] or until the value is dropped.
 #[derive(Debug)]
@@ -149,12 +141,7 @@ fn print(lines: &Receiver<PrinterMessage>, mut printer: Printer, mut output: Opt
                 bar.set_message(line.to_text(terminal_width().saturating_sub(BAR_WIDTH)));
             }
             (PrinterMessage::Progress(now, line), Printer::Lines { format, last }) => {
-                // Before the first step a line of progress would contain no information.
-                let due = match last {
-                    Some(last) => now.since(*last) >= PLAIN_INTERVAL,
-                    None => line.step > 0 || now.0 >= PLAIN_INTERVAL,
-                };
-                if due && line.knows_epoch {
+                if line.is_due(now, *last) {
                     write_line(&match format {
                         LogFormat::Json => json_progress(SystemTime::now(), now, &line),
                         LogFormat::Text => format_progress(now, &line),
@@ -201,12 +188,17 @@ pub(crate) fn json_notice(time: SystemTime, now: Time, text: &str) -> String {
     json_line(time, now, "event", json!({ "text": text }))
 }
 
-/// A line that a worker has printed as a JSON object in one line.
+/// A line that a worker has printed as a JSON object in one line. An object, such as a line of the
+/// worker's log, stays one.
 fn json_output(time: SystemTime, worker: u64, text: &str) -> String {
-    let line = json!({
+    let mut line = json!({
         "time": humantime::format_rfc3339_millis(time).to_string(),
-        "kind": "output", "worker": worker, "text": text,
+        "kind": "output", "worker": worker,
     });
+    match serde_json::from_str(text) {
+        Ok(object @ Value::Object(_)) => line["object"] = object,
+        _ => line["text"] = text.into(),
+    }
     line.to_string()
 }
 
@@ -221,19 +213,19 @@ fn json_progress(time: SystemTime, now: Time, line: &ProgressLine) -> String {
 }
 
 /// `values` as a JSON object in one line, with the time and the job's age.
-fn json_line(time: SystemTime, now: Time, kind: &str, values: serde_json::Value) -> String {
+fn json_line(time: SystemTime, now: Time, kind: &str, values: Value) -> String {
     let mut line = json!({
         "time": humantime::format_rfc3339_millis(time).to_string(),
         "elapsed_s": now.0.as_millis() as f64 / 1000.0,
         "kind": kind,
     });
-    if let (Some(line), serde_json::Value::Object(values)) = (line.as_object_mut(), values) {
+    if let (Some(line), Value::Object(values)) = (line.as_object_mut(), values) {
         line.extend(values);
     }
     line.to_string()
 }
 
-fn write_line(line: &str) {
+pub(crate) fn write_line(line: &str) {
     // Standard error may be closed; the job continues.
     let _ = writeln!(stderr(), "{line}");
 }
@@ -247,7 +239,6 @@ const END_POLL: Duration = Duration::from_millis(5);
 const LINES_MAX: usize = 256;
 /// Interval between looks at what workers print.
 const OUTPUT_INTERVAL: Duration = Duration::from_millis(200);
-const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 /// Columns of a line of progress that goes to a file or a pipe.
 const PLAIN_WIDTH: usize = 100;
 /// Columns of a terminal that does not say how many it has.
@@ -275,7 +266,18 @@ mod tests {
     #[test]
     fn lines_of_json_have_stable_keys() {
         let (time, now) = (SystemTime::UNIX_EPOCH, Time(Duration::from_millis(1500)));
-        let read = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap();
+        let read = |line: &str| serde_json::from_str::<Value>(line).unwrap();
+        for (printed, key, value) in [
+            ("{\"level\":\"INFO\"}", "object", json!({"level": "INFO"})),
+            ("{\"level\":", "text", json!("{\"level\":")),
+            ("7", "text", json!("7")),
+        ] {
+            let mut expected = json!({
+                "time": "1970-01-01T00:00:00.000Z", "kind": "output", "worker": 3,
+            });
+            expected[key] = value;
+            assert_eq!(read(&json_output(time, 3, printed)), expected);
+        }
         let notice = json_notice(time, now, "a\n\u{1b}b");
         assert!(!notice.contains('\n'), "{notice}");
         let expected = json!({

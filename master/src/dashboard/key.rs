@@ -3,9 +3,10 @@
 use std::fmt;
 use std::net::SocketAddr;
 
+use elasticdl_proto::bytes_of_hex;
 use subtle::ConstantTimeEq as _;
 
-use crate::token::{Token, hex_digit};
+use crate::token::Token;
 
 /// Opens the dashboard of one run of a job, and nothing else: workers need the token itself.
 #[derive(Clone)]
@@ -32,16 +33,7 @@ impl DashboardKey {
     /// time.
     pub(super) fn authorizes(&self, authorization: &[u8]) -> bool {
         let Some(digits) = authorization.strip_prefix(b"Bearer ") else { return false };
-        if digits.len() != 2 * BYTES {
-            return false;
-        }
-        let mut shown = [0; BYTES];
-        for (byte, pair) in shown.iter_mut().zip(digits.chunks_exact(2)) {
-            let (Some(high), Some(low)) = (hex_digit(pair[0]), hex_digit(pair[1])) else {
-                return false;
-            };
-            *byte = (high << 4) | low;
-        }
+        let Some(shown) = bytes_of_hex::<BYTES>(digits) else { return false };
         shown.ct_eq(&self.0).into()
     }
 }

@@ -69,14 +69,14 @@ impl Master {
             ),
             _ => format!("the job stops at the end of the step; {at_once} ends it at once"),
         };
-        self.progress.notice(self.now(), text);
+        self.log(text);
         self.job.handle(self.now(), Event::Stop);
     }
 
     /// Shows why a request was refused.
     pub(super) fn notice_refusal(&self, done: Result<(), String>) {
         if let Err(reason) = done {
-            self.progress.notice(self.now(), reason);
+            self.log(reason);
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The job: its parts, and the dispatch of events and timers to their handlers.
 
-use elasticdl_proto::{WorkerId, WorkerOptions};
+use elasticdl_proto::{Generation, WorkerId, WorkerOptions};
 
 use uuid::Uuid;
 
@@ -66,6 +66,11 @@ impl Job {
     /// Sets the id of the run, which the status and the summary report. It is nil until then.
     pub(crate) fn with_run_id(self, run_id: Uuid) -> Self {
         Self { run_id, ..self }
+    }
+
+    /// The newest generation; 0 before the first.
+    pub(crate) fn generation(&self) -> Generation {
+        self.group.generation()
     }
 
     /// Whether a worker is a table server.

@@ -4,6 +4,7 @@ use std::num::NonZeroU64;
 use std::ops::Range;
 use std::time::Duration;
 
+use elasticdl_proto::LogFormat;
 use elasticdl_proto::limits::WORKERS_MAX;
 pub use elasticdl_proto::{
     Batch, CheckpointEvery, CheckpointSpec, Format, LinkEncryption, OnNonfinite, OnRowsLost,
@@ -56,6 +57,9 @@ pub struct JobSpec {
     pub restart_without_checkpoint: bool,
     /// What exit codes mean, and when the job ends before its data.
     pub policies: Policies,
+    /// Form of the logs of its masters and workers.
+    #[serde(default)]
+    pub log_format: LogFormat,
 }
 
 impl JobSpec {
@@ -85,6 +89,7 @@ impl JobSpec {
             master_timeout: Duration::from_secs(30),
             restart_without_checkpoint: false,
             policies: Policies::default(),
+            log_format: LogFormat::default(),
         }
     }
 

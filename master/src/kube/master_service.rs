@@ -94,7 +94,7 @@ impl MasterService {
         }
         let created = created?;
         let what = format!("the Service {name} was deleted; the master has made it again");
-        warn!(what);
+        warn!("{what}");
         self.recorder.record("ServiceRestored", what);
         Ok(created)
     }

@@ -317,7 +317,7 @@ impl WriterTask {
         if let Some(Ok(())) = self.guard.during(self.writer.restore_incarnation()).await {
             let what = "somebody has edited the incarnation in the job's ConfigMap; its master, \
                         which holds the Lease, has written it again";
-            warn!(what);
+            warn!("{what}");
             self.recorder.record("IncarnationRestored", what.into());
         }
     }

@@ -34,6 +34,7 @@
 
 use std::time::Duration;
 
+use elasticdl_proto::log_line_as_text;
 use k8s_openapi::api::core::v1::{
     ContainerState, ContainerStateTerminated, Pod, PodCondition, PodStatus,
 };
@@ -286,7 +287,11 @@ fn deleted(pod: &Pod) -> Option<End> {
 
 fn how_it_ended(ended: &ContainerStateTerminated) -> End {
     let reason = ended.reason.as_deref().unwrap_or_default();
-    let (code, message) = (ended.exit_code, ended.message.as_deref());
+    // The end of its log.
+    let as_text = |line: &str| log_line_as_text(line).unwrap_or_else(|| line.into());
+    let message = ended.message.as_deref();
+    let message = message.map(|log| log.lines().map(as_text).collect::<Vec<_>>().join("\n"));
+    let (code, message) = (ended.exit_code, message.as_deref());
     let signal = ended
         .signal
         .filter(|&signal| signal > 0)

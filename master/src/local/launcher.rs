@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::Duration;
 
-use elasticdl_proto::gpu_instance;
+use elasticdl_proto::{LogFormat, gpu_instance};
 use tokio::process::{Child, Command};
 use tracing::warn;
 
@@ -69,6 +69,12 @@ impl Launcher {
             threads: 1,
             hosts: None,
         }
+    }
+
+    /// Lets workers log in this format.
+    pub(crate) fn logging(mut self, format: LogFormat) -> Self {
+        self.env.push((LogFormat::VARIABLE.into(), format.name().into()));
+        self
     }
 
     /// Starts workers from `copy` when the file at the program's path has been replaced.

@@ -8,6 +8,8 @@ use std::path::Path;
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
+use elasticdl_proto::log_line_as_text;
+
 use crate::worker_output::plain;
 
 /// The last lines of the log at `path` without control characters; `None` if it has none.
@@ -17,7 +19,8 @@ pub(super) fn last_lines(path: &Path) -> Option<String> {
     let text = String::from_utf8_lossy(&bytes);
     let printed: Vec<String> = text
         .lines()
-        .map(|line| plain(line, LINE_BYTES_MAX))
+        .map(|line| log_line_as_text(line).unwrap_or_else(|| line.into()))
+        .map(|line| plain(&line, LINE_BYTES_MAX))
         .filter(|line| !line.trim().is_empty())
         .collect();
     let last = printed[printed.len().saturating_sub(LINES_MAX)..].join("\n");

@@ -4,7 +4,7 @@
 //! The event loop writes the job's record before it acts, so it waits for a disk that hangs. The
 //! workers go on meanwhile.
 
-use std::io::{self, Write as _, stderr};
+use std::io;
 use std::process::exit;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -42,11 +42,11 @@ impl Standstill {
     /// Time between two turns.
     pub(super) const TURN: Duration = Duration::from_millis(500);
 
-    /// Starts the thread, of a master whose directory is `dir`.
+    /// Starts the thread, of a master whose directory is `dir`. It tells users by `warn`.
     ///
     /// # Errors
     /// It can't be started.
-    pub(super) fn watch(dir: String) -> io::Result<Self> {
+    pub(super) fn watch(dir: String, warn: fn(&str)) -> io::Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let context = runtime.enter();
         let mut signals = Signals::new()?;
@@ -71,8 +71,7 @@ impl Standstill {
                     },
                 };
                 if !text.is_empty() && !known.has_ended.load(Ordering::Acquire) {
-                    // Standard error may be closed.
-                    let _ = writeln!(stderr(), "warning: {dir} {text}");
+                    warn(&format!("{dir} {text}"));
                 }
             }
         };

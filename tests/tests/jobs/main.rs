@@ -24,6 +24,7 @@ mod hosts;
 mod inference;
 mod lifecycle;
 mod lineage;
+mod logs;
 mod master;
 mod metrics;
 mod network_policy;

@@ -434,7 +434,7 @@ const COLUMNS_MAX: usize = 100;
 const WALL_CLOCK: [(&str, &str); 19] = [
     ("master/cli/src/backend/cluster.rs", "times shown to the user"),
     ("master/cli/src/backend/list.rs", "times shown to the user"),
-    ("master/cli/src/commands/start/cluster_job.rs", "times of lines of output"),
+    ("master/cli/src/process.rs", "times of lines of output"),
     ("master/cli/src/progress.rs", "times of lines of output"),
     ("master/cli/src/render/end.rs", "times of lines of output"),
     ("master/src/certificates.rs", "validity of certificates, of ten years"),

@@ -38,6 +38,7 @@ fn _elasticdl(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(id_of, module)?)?;
     module.add_function(wrap_pyfunction!(is_supervisor, module)?)?;
     module.add_function(wrap_pyfunction!(supervise, module)?)?;
+    module.add_function(wrap_pyfunction!(warn, module)?)?;
     module.add_function(wrap_pyfunction!(watch_stacks, module)?)?;
     Ok(())
 }
@@ -66,6 +67,12 @@ fn supervise(py: Python<'_>, program: Vec<OsString>) -> PyResult<u8> {
 fn die_with_parent() -> PyResult<()> {
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
         .map_err(|error| PyOSError::new_err(error.to_string()))
+}
+
+/// Writes a line to the log of this worker.
+#[pyfunction]
+fn warn(text: &str) {
+    tracing::warn!("{text}");
 }
 
 /// Makes Python's stacks a part of what this worker reports of itself. A byte to `ask`, a pipe,

@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import io
+import json
 import os
 import pathlib
 import pickle
@@ -336,6 +337,20 @@ class Jobs(CountingTest):
                 kills = job.survive(seed, (0.5, 2.0), signals)
                 self.check(job, f"seed {seed}, {kills} kills")
                 self.assertGreater(kills, 1, f"seed {seed}: too fast to be disturbed")
+
+    def test_each_line_of_the_logs_of_workers_in_json_names_them(self):
+        with self.job(workers=2, options=["--log-format", "json"]) as job:
+            self.check(job, "logs in JSON")
+            run_id = job.summary()["run_id"]
+            for log in (job.directory / "logs").glob("worker-*.log"):
+                lines = [json.loads(line) for line in log.read_text().splitlines()]
+                number = int(log.stem.removeprefix("worker-"))
+                named = {(line["job"], line["run_id"], line["worker"]) for line in lines}
+                self.assertEqual(named, {(job.summary()["job"], run_id, number)})
+                built = [line for line in lines if line["message"] == "ring built"]
+                self.assertTrue(built, lines)
+                for line in built:
+                    self.assertEqual(line["generation"], line["fields"]["generation"])
 
     def test_workers_join_and_leave(self):
         with self.job(workers=1) as job:

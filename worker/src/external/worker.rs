@@ -92,7 +92,7 @@ impl Worker {
     /// # Errors
     /// The environment is invalid, or not that of a pod of several workers.
     pub fn supervise(program: &[OsString]) -> Result<u8, WorkerError> {
-        log("info,object_store=warn");
+        log("info,object_store=warn").map_err(WorkerError::Failed)?;
         let supervisor = Supervisor::read(|name| std::env::var(name).ok());
         let supervisor = supervisor.map_err(WorkerError::Failed)?;
         let missing = || WorkerError::Failed("this pod has one worker".into());
@@ -109,7 +109,7 @@ impl Worker {
         if variable("ELASTICDL_MASTER").is_none() {
             return Ok(None);
         }
-        log("info,object_store=warn");
+        log("info,object_store=warn").map_err(WorkerError::Failed)?;
         supervisor::die_with_supervisor(variable).map_err(WorkerError::Failed)?;
         let environment = Environment::read(variable).map_err(WorkerError::Failed)?;
         let (listener, control) = run::join(&environment)?;
@@ -133,9 +133,9 @@ impl Worker {
     /// A worker without a master, which trains in a group of one.
     ///
     /// # Errors
-    /// The system refuses a socket, a thread or random numbers.
+    /// The environment is invalid, or the system refuses a socket, a thread or random numbers.
     pub fn alone(options: AloneOptions) -> Result<Self, WorkerError> {
-        log("warn");
+        log("warn").map_err(WorkerError::Failed)?;
         let failed = |error: std::io::Error| WorkerError::Failed(error.to_string());
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;

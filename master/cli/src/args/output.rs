@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use elasticdl_proto::LogFormat;
 
 use super::values::{self, Choices};
 use crate::process::Console;
-use crate::progress::LogFormat;
 
 /// Options for the output.
 #[derive(Args, Debug)]
@@ -42,11 +42,15 @@ pub(crate) struct OutputOptions {
     #[arg(long, value_name = "DIR", value_parser = values::path_parser())]
     pub(crate) tensorboard_dir: Option<PathBuf>,
 
-    /// Output format of this command: text, or one JSON object per line.
+    /// Output format of this command, and of the logs of the job's masters and workers: text, or
+    /// one JSON object per line.
     ///
     /// json: standard error has a line for each event, for the progress every 5 seconds, and for
-    /// the job's error, with the keys `time`, `elapsed_s`, `kind` (event, progress, error) and
-    /// `text` or the progress values; standard output has the summary.
+    /// each error, with the keys `time`, `elapsed_s`, `kind` (event, progress, warning, error) and
+    /// `text` or the progress values; standard output has the summary. Each line of a log has the
+    /// keys `timestamp`, `level`, `target`, `message`, `job` and `run_id`, in a worker `worker`,
+    /// once known `generation`, and in `fields` what else belongs to the message. What PROGRAM
+    /// prints stays as it is. A job that is resumed keeps the format of its logs.
     #[arg(long, value_name = "FORMAT", default_value = "text",
           value_parser = values::choice(LOG_FORMATS))]
     pub(crate) log_format: LogFormat,
@@ -56,7 +60,8 @@ pub(crate) struct OutputOptions {
     ///
     /// Without this option the output is only in the workers' logs (`elasticdl logs NAME --worker
     /// 2`), except that of Python's `job.print()`. If a program prints a lot, only a part is shown.
-    /// With `--log-format json` the lines have the kind `output` and the key `worker`.
+    /// With `--log-format json` the lines have the kind `output`, the key `worker`, and the key
+    /// `object` if PROGRAM has printed a JSON object, as the log of a worker is, or else `text`.
     #[arg(long, conflicts_with_all = ["quiet", "detach", "image"])]
     pub(crate) tee: bool,
 
@@ -97,6 +102,7 @@ impl OutputOptions {
         Console { quiet: self.quiet, format: self.log_format, tee: self.tee }
     }
 }
+
 /// Values of `--log-format`.
 const LOG_FORMATS: Choices<LogFormat> = &[
     ("json", LogFormat::Json, "One JSON object per line"),

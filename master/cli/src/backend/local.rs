@@ -19,7 +19,7 @@ use elasticdl_master::jobdir::{
 use elasticdl_master::lineage::JobFacts;
 use elasticdl_master::worker_output::WorkerOutput;
 use elasticdl_proto::wire::{CheckpointRequest, InspectRequest, ScaleRequest, SuspendRequest};
-use elasticdl_proto::{Inspection, Status, Summary};
+use elasticdl_proto::{Inspection, Status, Summary, log_line_as_text};
 
 use self::connection::{Connection, to_failure};
 use super::checkpoint_wait::CheckpointWait;
@@ -50,7 +50,12 @@ impl LocalHandle {
             let is_running = follow && jobdir::look_up(&self.root).is_ok();
             let mut is_wanted = true;
             output.poll(!is_running, &mut |worker, line| {
-                is_wanted = is_wanted && write(format!("[worker {worker}] {line}\n").as_bytes());
+                // A line of its log in JSON names it.
+                let prefix = match log_line_as_text(line) {
+                    Some(_) => String::new(),
+                    None => format!("[worker {worker}] "),
+                };
+                is_wanted = is_wanted && write(format!("{prefix}{line}\n").as_bytes());
             });
             if !is_wanted || !is_running {
                 return;

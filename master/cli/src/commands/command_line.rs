@@ -32,7 +32,7 @@ use super::train::{self, TrainArgs};
 use super::zoo::{self, ZooArgs};
 use crate::args::{Arguments, PRINT_CONFIG, to_config_file};
 use crate::backend::NamedJob;
-use crate::process::{Failure, print, print_error, print_line};
+use crate::process::{Failure, print, print_error, print_line, set_log_format};
 
 /// Elastic synchronous training: workers join and leave at any time, and every record counts
 /// exactly once.
@@ -173,6 +173,8 @@ fn run() -> Result<u8, Failure> {
         let command = cli.find_subcommand(name).expect("clap has found it");
         return print(&to_config_file(command, matches)?);
     }
+    let format = matches.subcommand().and_then(|(_, job)| job.try_get_one(LOG_FORMAT).ok()?);
+    set_log_format(format.copied().unwrap_or_default());
     match Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit()).command {
         Command::Checkpoint(args) => checkpoint::checkpoint(&args),
         Command::Completions(args) => completions::completions(&args, Cli::command()),
@@ -220,6 +222,8 @@ fn read_start(origin: &str, table: Table) -> Result<StartRequest, Failure> {
 }
 
 const TRAIN: &str = "train";
+/// Id of the option of commands that start a job.
+const LOG_FORMAT: &str = "log_format";
 
 /// Whether `--print-config` is given to a command that has it.
 fn prints_config(matches: &ArgMatches) -> bool {

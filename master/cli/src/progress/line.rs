@@ -1,10 +1,12 @@
 //! One line that describes the state of a job, as text of a given width and as JSON.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
-use elasticdl_master::job::format_value;
+use elasticdl_master::job::{Time, format_value};
 use elasticdl_proto::Status;
 use serde::Serialize;
+use tracing::info;
 
 use super::text::{format_duration, format_learning_rate, format_rate, one_line};
 
@@ -33,7 +35,7 @@ pub(crate) struct ProgressLine {
     has_begun: bool,
     /// Whether the epoch is known: a master that resumes a job knows its step before its ledger.
     #[serde(skip)]
-    pub(crate) knows_epoch: bool,
+    knows_epoch: bool,
 }
 
 impl ProgressLine {
@@ -55,6 +57,36 @@ impl ProgressLine {
             has_begun: status.records_expected > 0 && status.generation.0 > 0,
             knows_epoch: status.step == 0 || status.records_counted > 0,
         }
+    }
+
+    /// Whether the line is of use after one at `last`, where each stays. Before the first step it
+    /// would contain no information.
+    pub(super) fn is_due(&self, now: Time, last: Option<Time>) -> bool {
+        let is_due = match last {
+            Some(last) => now.since(last) >= INTERVAL,
+            None => self.step > 0 || now.0 >= INTERVAL,
+        };
+        is_due && self.knows_epoch
+    }
+
+    /// Writes the line to the log.
+    pub(super) fn log(&self) {
+        let Self { state, progress, epoch, epochs, step, loss, learning_rate, .. } = self;
+        let Self { records_per_s, eta_s, workers, workers_desired, .. } = self;
+        info!(
+            state,
+            progress,
+            epoch,
+            epochs,
+            step,
+            loss,
+            learning_rate,
+            records_per_s,
+            eta_s,
+            workers,
+            workers_desired,
+            "progress"
+        );
     }
 
     /// The line as text of at most `width` characters: parts that do not fit are omitted, the
@@ -111,6 +143,8 @@ fn length(parts: &[(u8, String)]) -> usize {
     parts.iter().map(|(_, text)| text.chars().count()).sum::<usize>() + separators
 }
 
+/// Shortest time between lines that stay.
+const INTERVAL: Duration = Duration::from_secs(5);
 const SEPARATOR: &str = " · ";
 
 #[cfg(test)]

@@ -4,10 +4,11 @@ use std::io::{Write as _, stdout};
 use std::time::{Duration, SystemTime};
 
 use elasticdl_master::job::{Summary, Time};
+use elasticdl_proto::LogFormat;
 
 use super::summary::{Paths, metrics, to_table};
-use crate::process::{Console, print_error, print_line};
-use crate::progress::{LogFormat, json_error};
+use crate::process::{Console, print_error};
+use crate::progress::{json_error, write_line};
 
 /// Prints the summary to standard output, which may be closed. The error is omitted, because
 /// [`print_job_error`] prints it.
@@ -26,7 +27,7 @@ pub(crate) fn print_job_error(console: Console, seconds: f64, error: &str) {
     match console.format {
         LogFormat::Json => {
             let age = Duration::try_from_secs_f64(seconds).unwrap_or_default();
-            print_line(&json_error(SystemTime::now(), Time(age), error));
+            write_line(&json_error(SystemTime::now(), Time(age), error));
         }
         LogFormat::Text => print_error(error),
     }

@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use elasticdl_master::job::Time;
 use elasticdl_master::progress::Observer as _;
-use elasticdl_proto::Status;
+use elasticdl_proto::{LogFormat, Status};
 use tokio::time::Instant;
 
-use crate::progress::{LogFormat, ProgressPrinter};
+use crate::progress::ProgressPrinter;
 
 /// Prints the changes between statuses.
 pub(crate) struct Printer {

@@ -20,12 +20,47 @@ fn every_line_of_a_json_log_is_an_object() {
     assert_eq!(output.code, Some(1), "{}{}", output.stdout, output.stderr);
     let lines: Vec<Value> = output.stderr.lines().map(read).collect();
     let (last, before) = lines.split_last().unwrap();
+    let of_master = fs::read_to_string(home.path("job/logs/master.log")).unwrap();
+    let named = |line: &Value| line["job"].is_string() && line["run_id"].is_string();
+    assert!(of_master.lines().map(read).all(|line| named(&line)), "{of_master}");
     assert!(before.iter().all(|line| line["kind"] == "event" && line["text"].is_string()));
     assert_eq!(last["kind"], "error");
     assert!(last["text"].as_str().unwrap().ends_with("its log ends with:\n    oh no"), "{last}");
     assert_eq!(output.stdout.lines().count(), 1, "{}", output.stdout);
     let summary = read(&output.stdout);
     assert_eq!((&summary["state"], &summary["error"]), (&json!("failed"), &last["text"]));
+}
+
+/// What a job quotes is for people.
+#[test]
+fn a_log_in_json_is_quoted_as_text() {
+    let home = Home::new();
+    let line = json!({
+        "timestamp": "2026-01-02T03:04:05.000006Z", "level": "ERROR", "target": "elasticdl::run",
+        "message": "this worker failed", "job": "j", "run_id": "r", "worker": 1,
+        "fields": {"error": "no disk"},
+    });
+    let output = home.run(&job(&["--max-worker-restarts", "0"], &format!("echo '{line}'; exit 3")));
+    let quoted = "    2026-01-02T03:04:05.000006Z ERROR elasticdl::run: this worker failed \
+                  error=\"no disk\"\n";
+    assert!(output.stderr.contains(quoted), "{}", output.stderr);
+    // Such a line says whose it is.
+    let logs = home.run(&["logs", "./job", "--all"]);
+    let line = line.to_string();
+    assert!(logs.stdout.lines().any(|printed| printed == line), "{}", logs.stdout);
+}
+
+#[test]
+fn refusals_and_warnings_of_a_json_console_are_objects() {
+    let home = Home::new();
+    for refused in [["--listen", "192.0.2.1"], ["--spares", "9999"]] {
+        let options = [refused, ["--log-format", "json"]].concat();
+        let output = home.run(&job(&options, "exit 3"));
+        assert_eq!(output.code, Some(2), "{}{}", output.stdout, output.stderr);
+        let lines: Vec<Value> = output.stderr.lines().map(read).collect();
+        let [line] = &*lines else { panic!("{lines:?}") };
+        assert!(line["kind"] == "error" && line["time"].is_string(), "{line}");
+    }
 }
 
 #[test]

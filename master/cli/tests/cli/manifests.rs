@@ -107,7 +107,7 @@ fn all_options_reach_the_objects() {
     let template = folder.path().join("pod.yaml");
     std::fs::write(&template, "runtimeClassName: nvidia\n").unwrap();
     let template = template.to_str().unwrap();
-    let table: [(&[&str], &str); 30] = [
+    let table: [(&[&str], &str); 32] = [
         (&["--workers-per-pod", "3"], "\"workers_per_pod\": 3"),
         (&["--worker-resources", "nvidia.com/gpu=4"], "\"workers_per_pod\": 4"),
         (&["--service-account", "trainer"], "serviceAccountName: trainer"),
@@ -134,6 +134,8 @@ fn all_options_reach_the_objects() {
         (&["--metrics-from", "monitoring,any"], "\"serve_metrics\": true"),
         (&["--metrics-from", "monitoring"], "kubernetes.io/metadata.name: monitoring"),
         (&["--egress-to", "10.0.0.0/8:443"], "cidr: 10.0.0.0/8"),
+        (&["--log-format", "json"], "- --log-format\n        - json\n"),
+        (&["--log-format", "json"], "FORMAT\",\n                \"value\": \"json\""),
         (&["--per-job-role"], "serviceAccountName: example-master"),
         (
             &["--tensorboard-dir", "/runs/a", "--volume", "claim_name=runs,mount_path=/runs"],

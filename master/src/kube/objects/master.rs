@@ -1,5 +1,6 @@
 //! The Job that runs the master.
 
+use elasticdl_proto::LogFormat;
 use k8s_openapi::api::batch::v1::{Job, JobSpec as BatchJobSpec};
 use k8s_openapi::api::core::v1::{Container, ContainerPort, PodSpec, PodTemplateSpec};
 
@@ -32,15 +33,17 @@ pub(super) fn job(request: &Request) -> Result<Job, TemplateError> {
     env.push(parts::field(POD_IP, "status.podIP"));
     env.push(parts::field("POD_NAME", "metadata.name"));
     env.push(parts::field("POD_UID", "metadata.uid"));
+    let mut args = vec!["master", "--job-name", name, "--pod", "$(POD_NAME)/$(POD_UID)"];
+    let log_format = request.task.job.log_format;
+    // A master of an earlier release does not know the option.
+    if log_format != LogFormat::default() {
+        args.extend(["--log-format", log_format.name()]);
+    }
     let container = Container {
         name: MASTER.into(),
         image: Some(pods.master_image.clone()),
         command: Some(vec![ELASTICDL.into()]),
-        args: Some(
-            ["master", "--job-name", name, "--pod", "$(POD_NAME)/$(POD_UID)"]
-                .map(Into::into)
-                .into(),
-        ),
+        args: Some(args.into_iter().map(Into::into).collect()),
         env: Some(env),
         ports: Some(vec![port(CONTROL, PORT), port(METRICS, request.task.metrics_port.into())]),
         liveness_probe: Some(parts::liveness(METRICS)),

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use elasticdl_proto::LogFormat;
 use k8s_openapi::api::core::v1::{
     Capabilities, ConfigMapVolumeSource, EmptyDirVolumeSource, EnvFromSource, EnvVar, EnvVarSource,
     HTTPGetAction, KeyToPath, LocalObjectReference, ObjectFieldSelector, PodSecurityContext,
@@ -247,6 +248,7 @@ pub(super) fn worker_environment(task: &Task) -> Vec<EnvVar> {
     let mut env = vec![
         variable("ELASTICDL_CA_FILE", CA_FILE),
         variable("ELASTICDL_JOB", &task.job.name),
+        variable(LogFormat::VARIABLE, task.job.log_format.name()),
         variable("ELASTICDL_MASTER_FILE", &format!("{ADDRESS_FOLDER}/{ADDRESS}")),
         variable("ELASTICDL_MASTER_NAME", &master_name(&task.job.name)),
         variable("ELASTICDL_MASTER_TIMEOUT_MS", &task.master_timeout.as_millis().to_string()),

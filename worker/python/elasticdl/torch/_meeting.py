@@ -19,7 +19,6 @@ import hashlib
 import os
 import secrets
 import socket
-import sys
 import threading
 
 from .. import _elasticdl
@@ -120,7 +119,7 @@ class Ring:
         *gathered, error = found
         if error is None:
             return gathered[0]
-        print(f"elasticdl: a loop's ring has ended: {error}", file=sys.stderr)
+        _elasticdl.warn(f"a loop's ring has ended: {error}")
         self.leave()
         return None
 
@@ -141,7 +140,7 @@ def _connects(ring, members, own):
             timeout=_CONNECT_LIMIT,
         )
     except (OSError, RuntimeError) as error:
-        print(f"elasticdl: not all workers are in this loop: {error}", file=sys.stderr)
+        _elasticdl.warn(f"not all workers are in this loop: {error}")
         return False
     return True
 

@@ -117,7 +117,11 @@ fn refusal(master: &mut Child, code: Option<i32>) -> Failure {
         let _ = stderr.read_to_string(&mut output);
     }
     let output = output.trim();
+    // The last line, if lines are objects.
+    let line = output.lines().next_back().and_then(|line| serde_json::from_str(line).ok());
+    let line: serde_json::Value = line.unwrap_or_default();
     let text = output.strip_prefix("error: ").unwrap_or(output);
+    let text = line["text"].as_str().unwrap_or(text);
     let text = if text.is_empty() { "the master exited without an error message" } else { text };
     Failure {
         code: code.and_then(|code| u8::try_from(code).ok()).unwrap_or(EXIT_FAILED),

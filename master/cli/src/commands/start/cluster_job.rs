@@ -2,10 +2,9 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
 
 use elasticdl_master::certificates::{Certificates, YEARS};
-use elasticdl_master::job::{JobSpec, Time, Work};
+use elasticdl_master::job::{JobSpec, Work};
 use elasticdl_master::kube::client::{API_SERVER_PORTS, Cluster, ClusterError};
 use elasticdl_master::kube::differences::Difference;
 use elasticdl_master::kube::existing::ExistingJob;
@@ -26,7 +25,6 @@ use crate::process::{
     Console, EXIT_INTERRUPTED, EXIT_OK, Failure, cannot, new_runtime, print, print_line,
     print_warning, read_text,
 };
-use crate::progress::{LogFormat, json_notice};
 
 /// Submits a job and follows it. Returns the exit code.
 pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
@@ -128,12 +126,8 @@ pub(super) fn warn(asked: &StartRequest, request: &Request) {
 /// code.
 fn report(existing: &ExistingJob, name: &str, namespace: &str, console: Console) -> u8 {
     for line in existence(existing, name, namespace) {
-        match console.progress() {
-            Some(LogFormat::Json) => {
-                print_line(&json_notice(SystemTime::now(), Time::default(), &line));
-            }
-            Some(LogFormat::Text) => print_line(&line),
-            None => {}
+        if !console.quiet {
+            print_line(&line);
         }
     }
     EXIT_OK

@@ -16,8 +16,8 @@ use super::cluster_job::{self, pod_options};
 use super::request::StartRequest;
 use crate::backend::{self, FollowOutput};
 use crate::process::{
-    EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, Failure, cannot, new_runtime,
-    print_line, print_warning,
+    Console, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, Failure, cannot, log_format,
+    new_runtime, print_line, print_warning, set_log_format,
 };
 
 /// Submits the declared job, or takes up the one that an earlier pod has submitted, carries changes
@@ -105,6 +105,7 @@ impl DeclaredJob {
     /// Ensures that the job exists, and is as these options ask for.
     async fn take_up(&self, options: Option<String>) -> Result<(), End> {
         let asked = self.parse(options.clone(), None).map_err(End::invalid)?;
+        set_log_format(asked.output.log_format);
         let give_up = Instant::now() + OTHER_TIMEOUT;
         let (mut printed, mut recorded) = (None, None);
         let mut pause = PAUSE;
@@ -195,7 +196,9 @@ impl DeclaredJob {
 
     async fn follow_to_end(&self) -> End {
         loop {
-            let followed = backend::follow(&self.cluster, self.name(), FollowOutput::default());
+            let console = Console { format: log_format(), ..Console::default() };
+            let output = FollowOutput { console, summary: None };
+            let followed = backend::follow(&self.cluster, self.name(), output);
             let failure = match followed.await {
                 Ok(EXIT_INTERRUPTED) => return End::Passing(Ok(EXIT_TERMINATED)),
                 Ok(EXIT_OK) => return End::Final(Ok(EXIT_OK)),

@@ -330,7 +330,7 @@ mod tests {
         Batch, CheckpointEvery, CheckpointSpec, OnNonfinite, Policies, WireDtype,
     };
 
-    use elasticdl_proto::WorkerOptions;
+    use elasticdl_proto::{LogFormat, WorkerOptions};
 
     use super::*;
     use crate::commands::parse_start;
@@ -358,6 +358,7 @@ mod tests {
             start_timeout: Duration::from_secs(600),
             master_timeout: Duration::from_secs(30),
             restart_without_checkpoint: false,
+            log_format: LogFormat::Text,
             policies: Policies {
                 end_timeout: Some(Duration::from_secs(600)),
                 starts_together: true,

@@ -10,22 +10,24 @@ use std::sync::Mutex;
 use std::thread;
 
 use elasticdl_master::event_loop::JobResult;
-use elasticdl_master::job::Outcome;
+use elasticdl_master::job::{JobSpec, Outcome};
 use elasticdl_master::jobdir::neighbours::{Turn, stores, take_turn};
 use elasticdl_master::jobdir::{self, JobDir, JobStart, StartTime, directory_of};
 use elasticdl_master::local_master::{LocalEnd, LocalMaster, Stop};
 use elasticdl_master::panics::end_process_on_panic;
 use elasticdl_master::progress::Progress;
 use elasticdl_master::worker_output::WorkerOutput;
+use elasticdl_proto::{LogFormat, LogLines, LogSource};
 use tracing::warn;
+use tracing_subscriber::fmt::time::SystemTime;
 
 use super::local_job::LocalJob;
 use super::request::StartRequest;
 use crate::process::{
     BLOCKED_MAX, Console, EXIT_FAILED, EXIT_OK, EXIT_USAGE, Failure, cannot, code_of_summary,
-    new_runtime, print_warning, raise_open_files,
+    new_runtime, print_error, print_warning, raise_open_files,
 };
-use crate::progress::{LogFormat, ProgressPrinter};
+use crate::progress::ProgressPrinter;
 use crate::render::{Paths, print_job_error, print_summary, warnings};
 
 /// Runs a new job. Returns the exit code.
@@ -160,13 +162,14 @@ fn run(
 
 /// Leads the job in `dir` to its end, and shows it. What background tasks hold is dropped then.
 pub(super) fn lead(job: LocalMaster, dir: &JobDir, console: Console) -> Result<LocalEnd, Failure> {
-    log_to_file(dir)?;
-    end_process_on_panic();
+    log_to_file(dir, job.spec())?;
+    end_process_on_panic((console.format == LogFormat::Json).then_some(print_error));
     raise_open_files();
     let runtime = new_runtime()?;
     let shows_link = console.progress() == Some(LogFormat::Text) && stderr().is_terminal();
     // Signals are handled on this thread: one that waits for a disk that hangs handles none.
-    let run = || runtime.block_on(job.run(dir, || progress(dir, console), shows_link));
+    let run =
+        || runtime.block_on(job.run(dir, || progress(dir, console), shows_link, print_warning));
     let led = thread::scope(|scope| scope.spawn(run).join());
     // A name server that does not answer delays no end.
     runtime.shutdown_timeout(BLOCKED_MAX);
@@ -206,7 +209,7 @@ fn progress(dir: &JobDir, console: Console) -> Progress {
 }
 
 /// Directs the master's log to its file: one line per change of state.
-fn log_to_file(dir: &JobDir) -> Result<(), Failure> {
+fn log_to_file(dir: &JobDir, spec: &JobSpec) -> Result<(), Failure> {
     let path = dir.master_log();
     // Appends to the log of earlier masters of this job; a new job starts with an empty log.
     let file = File::options()
@@ -217,10 +220,13 @@ fn log_to_file(dir: &JobDir) -> Result<(), Failure> {
         .map_err(|e| Failure::usage(format!("can't write {}: {e}", path.display())))?;
     // A line that does not fit on the disk is lost. The subscriber would report that by
     // `eprintln!`, which panics if no process reads standard error either.
+    let run_id = Some(dir.token().run_id().to_string());
+    let source = LogSource { job: Some(spec.name.clone()), run_id, worker: None };
     let logging = tracing_subscriber::fmt()
         .with_ansi(false)
         .with_writer(Mutex::new(file))
         .log_internal_errors(false)
+        .event_format(LogLines::new(spec.log_format, source, SystemTime))
         .try_init();
     // A test in this process may have set another subscriber.
     if let Err(error) = logging {

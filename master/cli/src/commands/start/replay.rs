@@ -17,7 +17,7 @@ use elasticdl_master::job::{Batch, JobSpec, Outcome, Work};
 use elasticdl_master::jobdir::{self, JobDir};
 use elasticdl_master::lineage::{JobFacts, StepRecords};
 use elasticdl_master::local_master::LocalEnd;
-use elasticdl_proto::{RecordRange, Summary};
+use elasticdl_proto::{LogFormat, RecordRange, Summary};
 use serde::Serialize;
 
 use self::origin::Origin;
@@ -26,7 +26,6 @@ use super::local_master::{lead, master_of};
 use super::request::{StartRequest, WorkOptions};
 use crate::args::DashboardPort;
 use crate::process::{EXIT_FAILED, EXIT_OK, Failure, print, print_warning};
-use crate::progress::LogFormat;
 use crate::scratch::Scratch;
 
 /// A step that was made once more. The names of the fields are a public format.

@@ -150,6 +150,7 @@ impl StartRequest {
             step_timeout: self.workers.step_timeout,
             start_timeout: self.workers.start_timeout,
             master_timeout: self.workers.master_timeout,
+            log_format: self.output.log_format,
             policies: self.job.lifecycle.policies(SuccessPolicy::All)?,
             options: elasticdl_proto::WorkerOptions {
                 shuffle: Shuffle::NONE,

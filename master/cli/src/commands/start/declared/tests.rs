@@ -9,7 +9,7 @@ use super::*;
 use crate::commands::{Cli, parse_start};
 
 /// Options, with others that they need, and those of another job that differs in them alone.
-const SAMPLES: [(&str, &str, &str); 68] = [
+const SAMPLES: [(&str, &str, &str); 69] = [
     ("allow-mixed-builds", "", "--allow-mixed-builds"),
     ("audit", "", "--audit 1%"),
     ("autoscale", "", "--autoscale"),
@@ -35,6 +35,7 @@ const SAMPLES: [(&str, &str, &str); 68] = [
     ("grace-period", "", "--grace-period 9s"),
     ("image-pull-secret", "", "--image-pull-secret s"),
     ("link-encryption", "", "--link-encryption off"),
+    ("log-format", "", "--log-format json"),
     ("master-timeout", "", "--master-timeout 9s"),
     ("max-steps", "", "--max-steps 9"),
     ("max-worker-restarts", "", "--max-worker-restarts 9"),
@@ -89,7 +90,7 @@ const REPLACED: [(&str, &str, &str); 4] = [
 /// Options that are none of a job in a cluster, or that the master's pod and the other objects
 /// have alone.
 const NOT_COMPARED: &str = "config context dashboard-port detach dry-run egress-to help \
-    help-all host-command hosts if-not-exists job-dir job-name listen local log-format \
+    help-all host-command hosts if-not-exists job-dir job-name listen local \
     master-image master-pod-template master-resources namespace no-network-policy per-job-role \
     print-config quiet replace replay-step resume service-account summary tee \
     ttl-after-finished";
