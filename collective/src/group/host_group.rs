@@ -545,7 +545,7 @@ pub(crate) use transport::TransportPlan;
 /// Returns the size from which the ring is faster than the [chains](chain), as measured there.
 fn ring_bytes_min(world: usize) -> usize {
     match world {
-        0..6 => (32 << 10) + 1,
+        0..=3 | 5 => (32 << 10) + 1,
         _ => (64 << 10) + 1,
     }
 }

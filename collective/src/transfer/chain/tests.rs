@@ -1,4 +1,4 @@
-//! Tests of one rank of three; the test plays its peers and writes and reads the bytes of both
+//! Tests of one rank of three or of four; the test plays its peers and writes and reads the bytes of both
 //! links.
 
 use std::io::{Read, Write};
@@ -43,6 +43,45 @@ fn the_end_of_a_chain_sends_its_part_up_and_receives_the_total() {
     let mut sent = vec![0; part.len()];
     prev.read_exact(&mut sent).unwrap();
     assert_eq!(sent, part);
+}
+
+#[test]
+fn a_rank_of_four_adds_its_neighbours_part_and_then_that_of_the_other_pair() {
+    let TestRank { mut ring, mut next, mut prev, .. } = one_of(4, 1);
+    // The other pair is faster.
+    next.write_all(&message(DOWN, 2, &[b"two", b"three"], &[1200.0])).unwrap();
+    prev.write_all(&message(UP, 0, &[b"zero"], &[1.0])).unwrap();
+    let mut dst = [0.0];
+    let notes = ring.all_reduce(b"one", &[10.0], &mut dst).unwrap();
+    assert_eq!(notes, [&b"zero"[..], b"one", b"two", b"three"]);
+    assert_eq!(dst, [1211.0]);
+    for (mut link, expected) in [
+        (prev, message(UP, 1, &[b"one"], &[10.0])),
+        (next, message(DOWN, 1, &[b"zero", b"one"], &[11.0])),
+    ] {
+        let mut sent = vec![0; expected.len()];
+        link.read_exact(&mut sent).unwrap();
+        assert_eq!(sent, expected);
+    }
+}
+
+#[test]
+fn a_rank_of_four_needs_the_other_pair_from_the_beginning_and_its_neighbour_until_it_has_sent() {
+    let TestRank { mut ring, next, prev: _prev, .. } = one_of(4, 1);
+    drop(next);
+    let error = ring.all_reduce(b"", &[1.0], &mut [0.0]).unwrap_err();
+    assert!(matches!(error, CollectiveError::PeerLost { rank: 2, .. }), "{error}");
+    let TestRank { mut ring, mut next, mut prev, .. } = one_of(4, 1);
+    prev.write_all(&message(UP, 0, &[b""], &[1.0])).unwrap();
+    next.write_all(&message(DOWN, 2, &[b"", b""], &[5.0])).unwrap();
+    let leaves = thread::spawn(move || {
+        let mut part = vec![0; message(UP, 1, &[b""], &[1.0]).len()];
+        prev.read_exact(&mut part).unwrap();
+    });
+    let mut dst = [0.0];
+    ring.all_reduce(b"", &[1.0], &mut dst).unwrap();
+    leaves.join().unwrap();
+    assert_eq!(dst, [7.0]);
 }
 
 #[test]
@@ -207,6 +246,10 @@ struct TestRank {
 }
 
 fn one_of_three(rank: usize) -> TestRank {
+    one_of(3, rank)
+}
+
+fn one_of(world: usize, rank: usize) -> TestRank {
     let fence = Fence::new();
     watch(fence.clone());
     let registration = fence.register(GENERATION).unwrap();
@@ -216,10 +259,11 @@ fn one_of_three(rank: usize) -> TestRank {
     registration.register_link(&to_next);
     registration.register_link(&to_prev);
     let links = Links {
-        next: neighbour((rank + 1) % 3, to_next),
-        prev: neighbour((rank + 2) % 3, to_prev),
+        next: neighbour((rank + 1) % world, to_next),
+        prev: neighbour((rank + world - 1) % world, to_prev),
     };
-    let ring = HostGroup::new(registration, Progress::new(), rank, vec![10, 11, 12], Some(links));
+    let members = (10..10 + world as u64).collect();
+    let ring = HostGroup::new(registration, Progress::new(), rank, members, Some(links));
     TestRank { ring, next, prev, fence }
 }
 
