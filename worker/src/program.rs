@@ -44,6 +44,16 @@ pub(crate) fn origin(
     Origin { host: host.trim().into(), program, serves_tables: false }
 }
 
+/// The program as checkpoints name it. `settings`: those with which an interpreted program makes
+/// its optimizer. They may differ within a group, whose state has the ones that count.
+pub(crate) fn with_settings(program: &Program, settings: &str) -> Program {
+    let optimizer = match settings {
+        "" => program.optimizer,
+        settings => xxh3_64(&encode(&(program.optimizer, settings))),
+    };
+    Program { optimizer, ..program.clone() }
+}
+
 /// Digests of source files by name. Those beyond a bound have one digest together, as a group's
 /// headers contain them.
 fn digests_of(sources: &[SourceFile]) -> BTreeMap<String, u64> {

@@ -149,6 +149,7 @@ class Core:
         evaluation: _Application | None,
         prediction: _Application | None,
         sources: Sequence[tuple[str, str]],
+        settings: str,
         calls: _Calls,
     ) -> Started: ...
     def wait(self, until: int | None = None) -> bool: ...

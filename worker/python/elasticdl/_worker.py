@@ -142,6 +142,7 @@ class Worker(Passes):
         bucket_len=None,
         on_gpu=None,
         tables=(),
+        settings="",
     ):
         """Declares the model to the core, which returns its memory."""
         sampler = self._sampler
@@ -161,6 +162,7 @@ class Worker(Passes):
             evaluation=_if_declared(self._evaluator),
             prediction=_if_declared(self._predictor),
             sources=loaded_sources(),
+            settings=settings,
             calls=calls,
         )
 

@@ -161,11 +161,12 @@ impl Core {
     /// of each part of the state, as of [`StatePart`]. `clipped_from`: the first element of the
     /// gradient that counts in `norm()`. `on_gpu`: memory of the program there; the memory on the
     /// host is then empty, unless there is a `division`. `sources`: the program's files, by names
-    /// that are the same on all workers.
+    /// that are the same on all workers. `settings`: with which it has made its optimizer.
     #[expect(clippy::too_many_arguments, reason = "the arguments have names in Python")]
     #[pyo3(signature = (
         *, records, tensors, tables, state, division, parts, clipped_from, micro_batch, absorbed,
-        bucket_len, is_direct, on_gpu, evaluation, prediction, sources, calls
+        bucket_len, is_direct, on_gpu, evaluation, prediction, sources,
+        settings, calls
     ))]
     fn start(
         &self,
@@ -185,6 +186,7 @@ impl Core {
         evaluation: Option<Application>,
         prediction: Option<Application>,
         sources: Vec<(String, PathBuf)>,
+        settings: String,
         calls: Calls,
     ) -> PyResult<Started> {
         let mut stage = self.stage()?;
@@ -207,6 +209,7 @@ impl Core {
             evaluation: evaluation.as_ref().and_then(Application::inference),
             prediction: prediction.as_ref().and_then(Application::inference),
             sources: sources.into_iter().map(|(name, path)| SourceFile { name, path }).collect(),
+            settings,
         };
         if let Some(converted) = py.detach(|| shape.convert()) {
             *stage = Stage::Ended;

@@ -34,7 +34,7 @@ OPTIMIZERS = [
     (optim.Rprop, {}),
 ]
 SHAPES, BUFFERS, FIRST, CHUNK = [(70, 30), (30,), (), (40, 30), (3,)], 5, 37, 496
-NAMES = [*"abcde", "frozen"]
+NAMES = list(enumerate([*"abcde", "frozen"]))
 
 
 class Optimizers(unittest.TestCase):
@@ -53,7 +53,7 @@ class Optimizers(unittest.TestCase):
         own = [torch.randn(shape, requires_grad=True) for shape in SHAPES]
         workers = [Half(make, [p.detach().clone() for p in own], at) for at in range(2)]
         whole = make(own)
-        state = State(whole, {}, OnHost())
+        state = State(whole, {}, OnHost(), NAMES)
         memory = torch.zeros(state.floats)
         state.bind(memory)
         for step in range(5):
@@ -78,7 +78,7 @@ class Optimizers(unittest.TestCase):
             state.save()
         # What a checkpoint says of the two forms is enough to make one of the other.
         divided = torch.cat([merged(workers), workers[0].memory])
-        of_whole = state.parts(NAMES, 0, lambda *_: None)
+        of_whole = state.parts(0, lambda *_: None)
         of_divided = workers[1].parts()
         self.assertTrue(same(translated(of_divided, divided, of_whole, memory), memory))
         self.assertTrue(same(translated(of_whole, memory, of_divided, divided), divided))
@@ -153,7 +153,7 @@ class Half:
         self.buffers = torch.zeros(BUFFERS)
         self.chunks.lay_out(FIRST, parameters)
         self.chunks.bind(self.values, BUFFERS)
-        self.state = State(self.chunks.twin, {}, OnHost(), False, optimizer.param_groups)
+        self.state = State(self.chunks.twin, {}, OnHost(), NAMES, False, optimizer.param_groups)
         self.memory = torch.zeros(self.state.floats)
         self.state.bind(self.memory)
         self.slots = {}
@@ -177,7 +177,7 @@ class Half:
     def parts(self):
         own = [p for group in self.optimizer.param_groups for p in group["params"]]
         start = self.chunks.slots * (self.end - FIRST)
-        return self.state.parts(NAMES, start, lambda at, name: self.chunks.place(own[at], name))
+        return self.state.parts(start, lambda at, name: self.chunks.place(own[at], name))
 
     def replaced(self):
         """A worker with what this one has in memory."""

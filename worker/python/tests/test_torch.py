@@ -237,6 +237,10 @@ class Alone(unittest.TestCase):
         self.assertEqual(ended.stdout, "done\n", ended.stderr)
 
 
+# Of the parameters of a linear layer, and their places in it.
+NAMES = list(enumerate(["weight", "bias"]))
+
+
 class StateTest(unittest.TestCase):
     """The state that a joining worker receives."""
 
@@ -250,7 +254,7 @@ class StateTest(unittest.TestCase):
             net = torch.nn.Linear(3, 2)
             optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
             schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], 0.5)
-            state = State(optimizer, {"schedule": schedule}, OnHost())
+            state = State(optimizer, {"schedule": schedule}, OnHost(), NAMES)
             memory = torch.zeros(state.floats)
             state.bind(memory)
             return net, optimizer, schedule, state, memory
@@ -285,7 +289,7 @@ class StateTest(unittest.TestCase):
         memories = []
         for rates in [0.1], [0.1234567891, 0.1]:
             optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
-            state = State(optimizer, {}, OnHost())
+            state = State(optimizer, {}, OnHost(), NAMES)
             memories.append(torch.zeros(state.floats))
             state.bind(memories[-1])
             for optimizer.param_groups[0]["lr"] in rates:
@@ -299,7 +303,7 @@ class StateTest(unittest.TestCase):
 
         net = torch.nn.Linear(3, 2)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        state = State(optimizer, {}, OnHost())
+        state = State(optimizer, {}, OnHost(), NAMES)
         state.bind(torch.zeros(state.floats))
         optimizer.param_groups[0]["momentum"] = 0.9
         state.save()
@@ -319,7 +323,7 @@ class StateTest(unittest.TestCase):
 
         net = torch.nn.Linear(3, 2)
         with self.assertRaisesRegex(TypeError, r"job.state\('odd'\) has a object"):
-            State(torch.optim.SGD(net.parameters()), {"odd": Odd()}, OnHost())
+            State(torch.optim.SGD(net.parameters()), {"odd": Odd()}, OnHost(), NAMES)
         value = {"a": (1, [2.5, None]), 3: torch.arange(4), "e": torch.empty(0, 2)}
         again = decode(__import__("json").loads(__import__("json").dumps(encode(value, "it"))))
         self.assertEqual(again["a"], value["a"])

@@ -230,7 +230,15 @@ impl Manifest {
     /// Names what differs between the program that wrote the checkpoint and this one.
     pub(super) fn differences(&self, fingerprint: &JobFingerprint) -> Vec<String> {
         match (&self.program, &fingerprint.program) {
-            (Some(wrote), Some(reads)) => wrote.differences(reads, ["then", "now"]),
+            (Some(wrote), Some(reads)) => {
+                let mut names = wrote.differences(reads, ["then", "now"]);
+                // Those of a program are a part of its state.
+                if wrote.optimizer != reads.optimizer && !fingerprint.parts.is_empty() {
+                    *names.last_mut().expect("the optimizer's are the last") +=
+                        " (those in the checkpoint count)";
+                }
+                names
+            }
             _ => Vec::new(),
         }
     }
@@ -478,6 +486,10 @@ pub(super) mod tests {
         let wrote = Manifest::new(&of(program(2)), state_at(30), &[], &[], 1);
         assert_eq!(wrote.differences(&of(program(2))), [""; 0]);
         assert_eq!(wrote.differences(&of(program(3))), ["optimizer settings"]);
+        let parts = vec![StatePart { name: "m".into(), at: 0, len: 1, fill: None }];
+        let interpreted = JobFingerprint { parts, ..of(program(3)) };
+        let counted = "optimizer settings (those in the checkpoint count)";
+        assert_eq!(wrote.differences(&interpreted), [counted]);
         let mut json = serde_json::to_value(manifest()).unwrap();
         json.as_object_mut().unwrap().remove("program").unwrap();
         json["options"].as_object_mut().unwrap().remove("best_metric").unwrap();

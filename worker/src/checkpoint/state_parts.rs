@@ -56,8 +56,15 @@ impl Manifest {
     /// A message that names a part that differs, and says what is expected.
     pub(super) fn lies_elsewhere(&self, fingerprint: &JobFingerprint) -> Result<bool, String> {
         let (saved, own) = (&self.parts, &fingerprint.parts);
-        if saved.is_empty() || own.is_empty() || saved == own {
+        if own.is_empty() || saved == own {
             return Ok(false);
+        }
+        if saved.is_empty() {
+            return Err(
+                "it does not say what lies where in the optimizer's state, as a program's \
+                        of this version does"
+                    .into(),
+            );
         }
         let (saved_by_name, own_by_name) = (by_name(saved), by_name(own));
         if let Some(part) = saved.iter().find(|part| !own_by_name.contains_key(&*part.name)) {

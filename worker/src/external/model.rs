@@ -56,6 +56,9 @@ pub struct Shape {
     pub prediction: Option<Inference>,
     /// The program's source files, which are the same on all workers.
     pub sources: Vec<SourceFile>,
+    /// The optimizer and its settings as the program has made it, as text. The group's state has
+    /// settings of its own.
+    pub settings: String,
 }
 
 impl Shape {
@@ -449,6 +452,10 @@ impl Bridge for ExternalModel {
 
     fn sources(&self) -> &[SourceFile] {
         &self.shape.sources
+    }
+
+    fn settings(&self) -> &str {
+        &self.shape.settings
     }
 
     fn absorbed(&self) -> u64 {

@@ -77,7 +77,9 @@ impl Training<'_> {
         let origin = Origin { serves_tables, ..origin };
         set_stop_flag(Arc::clone(&control.stops));
         let division = model.as_bridge().and_then(|bridge| bridge.division());
-        let (data, name, program) = (dataset.clone(), order.name(), origin.program.clone());
+        let settings = model.as_bridge().map_or("", |bridge| bridge.settings());
+        let program = program::with_settings(&origin.program, settings);
+        let (data, name) = (dataset.clone(), order.name());
         let checkpoints = Checkpointing::new(
             options,
             job,

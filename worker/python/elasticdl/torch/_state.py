@@ -6,14 +6,16 @@ step of a copy of the optimizer. The layout is the same on every worker:
     tensors on the module's device | others, numbers | flag of each entry | length | JSON
                                    |--------------------- on the host -------------------
 
-The JSON is of settings and objects. The tensors that objects have at the beginning, such as
-averages of the parameters, are beside those of the optimizer, and the JSON says where. Memory of
-zeros is the state before the first step: no entry exists yet.
+The tensors are in the order of the module, as a program may give its optimizer the parameters in
+any, such as that of a set. The JSON is of settings and objects. The tensors that objects have at
+the beginning, such as averages of the parameters, are beside those of the optimizer, and the JSON
+says where. Memory of zeros is the state before the first step: no entry exists yet.
 """
 
 import base64
 import collections
 import copy
+import hashlib
 import json
 
 import torch
@@ -22,9 +24,10 @@ import torch
 class State:
     """The layout, and the objects whose state it holds."""
 
-    def __init__(self, optimizer, objects, place, unfreezes=False, groups=None):
-        """``unfreezes``: parameters that are frozen have state, too. ``groups``: where the settings
-        are, if not in those of the optimizer."""
+    def __init__(self, optimizer, objects, place, names, unfreezes=False, groups=None):
+        """``names``: of each parameter, in the order of the optimizer, its index in the module and
+        its name. ``unfreezes``: parameters that are frozen have state, too. ``groups``: where the
+        settings are, if not in those of the optimizer."""
         self._optimizer = optimizer
         self._unfreezes = unfreezes
         self._groups = optimizer.param_groups if groups is None else groups
@@ -33,9 +36,12 @@ class State:
         self._objects = objects
         self._place = place
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._names = names
+        self._own_groups = self._named_groups()
         self._entries = []
         at = 0
         entries = [_Entry(place.device, *entry) for entry in _entries(optimizer, unfreezes)]
+        entries.sort(key=lambda entry: names[entry.index])
         # The tensors of objects.
         self._tensors = [_Entry(place.device, None, path, tensor) for path, tensor in self._found()]
         self._by_path = {entry.name: number for number, entry in enumerate(self._tensors)}
@@ -117,13 +123,10 @@ class State:
             )
         if length:
             text = bytes(self._bytes[self._text_at : self._text_at + length].tolist())
-            groups, objects, *is_open = json.loads(text)
-            self.is_open = bool(is_open)
-            if len(groups) != len(self._groups):
-                raise RuntimeError(
-                    f"the optimizer of the group's state has {len(groups)} parameter groups, and "
-                    f"this program's has {len(self._groups)}; make them equal"
-                )
+            groups, objects, *more = json.loads(text)
+            self.is_open = bool(more and more[0])
+            # An older version does not say which parameters the groups have.
+            self._check_groups(more[1] if len(more) > 1 else [None] * len(groups))
             for group, values in zip(self._groups, groups):
                 for name, value in decode(values).items():
                     if name not in _HOW:
@@ -132,6 +135,30 @@ class State:
                 # A checkpoint of an older version does not have all.
                 if name in objects:
                     value.load_state_dict(decode(objects[name], self._copied))
+
+    def _named_groups(self):
+        """A digest of the names of the parameters of each group."""
+        names = iter(self._names)
+        of_groups = [sorted(next(names) for _ in group["params"]) for group in self._groups]
+        return [hashlib.sha256(repr(each).encode()).hexdigest()[:16] for each in of_groups]
+
+    def _check_groups(self, saved):
+        own = self._own_groups
+        if len(saved) != len(own):
+            raise RuntimeError(
+                f"the optimizer of the group's state has {len(saved)} parameter groups, and this "
+                f"program's has {len(own)}; make them equal"
+            )
+        pairs = enumerate(zip(saved, own))
+        at = next((at for at, (there, here) in pairs if there not in (None, here)), None)
+        if at is None:
+            return
+        where = f"has place {saved.index(own[at])}" if own[at] in saved else "is not"
+        raise RuntimeError(
+            f"parameter group {at} of this program's optimizer {where} in the group's state; give "
+            "the optimizer the same groups of parameters, in the same order, as schedulers and "
+            "settings go by it"
+        )
 
     def _refuse_more(self):
         known = {(entry.index, entry.name) for entry in self._entries}
@@ -145,12 +172,12 @@ class State:
                         "is drawn"
                     )
 
-    def parts(self, names, start, place):
+    def parts(self, start, place):
         """What lies where, for checkpoints: name, first float, number of floats, and what those are
         that the part may lack elsewhere.
 
-        ``names``: of the parameters. ``start``: of this memory. ``place(index, name)``: the first
-        float and the number of floats of what lies elsewhere; None of what is here.
+        ``start``: of this memory. ``place(index, name)``: the first float and the number of floats
+        of what lies elsewhere; None of what is here.
         """
         parts, flags = [], []
         groups = [group for group in self._groups for _ in group["params"]]
@@ -160,7 +187,7 @@ class State:
             is_frozen = not (parameter.requires_grad or self._unfreezes)
             of_frozen = is_frozen and entry.name == "sum"
             fill = group.get("initial_accumulator_value") if of_frozen else None
-            name = f"{entry.name} of {names[entry.index]}"
+            name = f"{entry.name} of {self._names[entry.index][1]}"
             at, length = place(entry.index, entry.name) or (start + entry.at // 4, entry.floats)
             parts.append((name, at, length, fill))
             flags.append((f"whether there is {name}", start + self._flags // 4 + number, 1, None))
@@ -202,17 +229,24 @@ class State:
         entry = self._tensors[number]
         return entry.view.clone().to(entry.device)
 
+    def settings(self):
+        """The kind of the optimizer and its settings now, as text."""
+        return json.dumps([type(self._optimizer).__name__, *self._encoded_groups(*_HOW)])
+
+    def _encoded_groups(self, *without):
+        return [
+            encode({n: v for n, v in group.items() if n not in ("params", *without)}, "the optimizer")
+            for group in self._groups
+        ]
+
     def _encoded(self, number_of):
-        groups = []
-        for group in self._groups:
-            settings = {name: value for name, value in group.items() if name != "params"}
-            groups.append(encode(settings, "the optimizer"))
+        groups = self._encoded_groups()
         objects = {
             name: encode(value.state_dict(), f"job.state({name!r})", number_of, (name,))
             for name, value in self._objects.items()
         }
-        is_open = [True] if self.is_open else []
-        return json.dumps([groups, objects, *is_open], separators=(",", ":")).encode()
+        values = [groups, objects, self.is_open, self._own_groups]
+        return json.dumps(values, separators=(",", ":")).encode()
 
 
 class _Entry:

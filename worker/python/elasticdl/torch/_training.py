@@ -204,7 +204,8 @@ class Training:
         if self._chunks is not None:
             division, of_whole = (first, self._chunks.slots), self._chunks.twin
             self._chunks.lay_out(first, [parameter for _, parameter in self._trainable])
-        self._state = State(of_whole, objects, self._place, self._unfreezes, groups)
+        names = self._names()
+        self._state = State(of_whole, objects, self._place, names, self._unfreezes, groups)
         self._place.allocate(total, self._state.floats, is_divided=division is not None)
         calls = Calls(
             initialize=self._initialize,
@@ -224,6 +225,7 @@ class Training:
             bucket_len=self._bucket_len,
             on_gpu=self._place.on_gpu,
             tables=tables,
+            settings=self._state.settings(),
         )
         self._values, state = self._place.bind(self._worker.started)
         self._state.bind(state)
@@ -243,14 +245,20 @@ class Training:
 
     def _parts(self, division, total):
         """What lies where in the state, for checkpoints."""
-        names = {parameter: name for name, parameter in self._job._net.named_parameters()}
         own = [parameter for group in self._inner.param_groups for parameter in group["params"]]
         start, place = 0, lambda index, name: None
         if division is not None:
             first, slots = division
             start = slots * (total - first)
             place = lambda index, name: self._chunks.place(own[index], name)
-        return self._state.parts([names[parameter] for parameter in own], start, place)
+        return self._state.parts(start, place)
+
+    def _names(self):
+        """The index in the module and the name of each parameter, in the optimizer's order."""
+        named = enumerate(self._job._net.named_parameters())
+        places = {parameter: (at, name) for at, (name, parameter) in named}
+        groups = self._inner.param_groups
+        return [places[parameter] for group in groups for parameter in group["params"]]
 
     def _bind(self):
         """Moves the parameters of the module to the flat memory."""

@@ -316,6 +316,15 @@ fn a_state_with_other_parts_is_refused_by_their_names() {
             .contains("lacks max, which this job's has; both must have the same")
     );
     assert!(refused(|p| p[3].len = 9).contains("m has 9900 floats in its state, and 9 in"));
+    let older = JobFingerprint { parts: Vec::new(), ..whole_job_of_program(40) };
+    let older = Ranks::new(&storage, older, 1, 4).write(31).unwrap();
+    let job = divided_job_of_program();
+    match read_chunks(&locations(&storage), &job, (&older, true), &[0]).map(drop) {
+        Err(RestoreError::Refused(error)) => {
+            assert!(error.contains("does not say what lies where"))
+        }
+        other => panic!("{other:?}"),
+    }
     let manifest = storage.read(&format!("{name}/manifest.json")).unwrap();
     let manifest = manifest::Manifest::decode(&manifest).unwrap();
     let with = |change: fn(&mut manifest::Manifest)| {
