@@ -3,6 +3,7 @@
 use std::io::{self, ErrorKind, IoSliceMut};
 use std::sync::Arc;
 
+use super::frame::{FRAME_BYTES, Frame, OpTag};
 use super::link::Link;
 use crate::CollectiveError;
 
@@ -63,4 +64,33 @@ pub(crate) fn check_idle_link(link: &Link) -> Result<(), LinkFault> {
             Err(LinkFault::Broken("expected no data on the link to it, got bytes".to_owned()))
         }
     }
+}
+
+/// Checks a link that an operation does not use, until it has ended or has a frame. A frame of this
+/// operation comes from a rank that runs another one. That of the next operation, from a rank that
+/// has finished this one, stays unread.
+pub(crate) fn check_unused_link(
+    unused: &mut Option<&Link>,
+    op_tag: &OpTag,
+) -> Result<(), LinkFault> {
+    let Some(link) = unused.take() else { return Ok(()) };
+    let mut header = [0; FRAME_BYTES];
+    // The end of this link does not matter here, and a frame header is never sent in parts.
+    match link.peek(&mut header) {
+        Ok(FRAME_BYTES) => {}
+        Err(error) if error.kind() == ErrorKind::WouldBlock => {
+            // The rest of an encrypted message follows.
+            *unused = Some(link);
+            return Ok(());
+        }
+        Ok(_) | Err(_) => return Ok(()),
+    }
+    let Frame { kind, generation, sequence, total_bytes, .. } =
+        Frame::decode(&header).map_err(LinkFault::Broken)?;
+    if (generation, sequence) != (op_tag.generation, op_tag.sequence) {
+        return Ok(());
+    }
+    Err(LinkFault::Broken(format!(
+        "expected nothing in this operation, got a frame of {kind:?} of {total_bytes} bytes"
+    )))
 }

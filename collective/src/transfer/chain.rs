@@ -35,7 +35,7 @@ use crate::communicator::BLOCK_BYTES_MAX;
 use crate::net::fence::GroupRegistration;
 use crate::net::frame::{FRAME_BYTES, Frame, OpTag, to_wire};
 use crate::net::link::Link;
-use crate::net::neighbours::{LinkFault, Links, check_idle_link};
+use crate::net::neighbours::{LinkFault, Links, check_idle_link, check_unused_link};
 use crate::net::progress::Progress;
 use crate::net::socket::poll_until;
 use crate::net::spin_wait::SpinWait;
@@ -227,7 +227,7 @@ impl<'a> ChainReduce<'a> {
             }
         }
         if self.unused.is_some() && !fds[1].revents().is_empty() {
-            self.check_unused_link().map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))?;
+            check_unused_link(&mut self.unused, &self.op_tag).map_err(Fault::Prev)?;
         }
         Ok(())
     }
@@ -238,32 +238,7 @@ impl<'a> ChainReduce<'a> {
             check_idle_link(port.link).map_err(|fault| port.side.fault(fault))?;
         }
         if self.unused.is_some_and(Link::has_unread) {
-            self.check_unused_link().map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))?;
-        }
-        Ok(())
-    }
-
-    /// Checks the unused link for a frame of this operation. A frame of the next operation, from a
-    /// rank that has finished this one, stays unread.
-    fn check_unused_link(&mut self) -> Result<(), String> {
-        let Some(unused) = self.unused.take() else { return Ok(()) };
-        let mut header = [0; FRAME_BYTES];
-        // The end of this link does not matter here, and a frame header is never sent in parts.
-        match unused.peek(&mut header) {
-            Ok(FRAME_BYTES) => {}
-            Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                // The rest of an encrypted message follows.
-                self.unused = Some(unused);
-                return Ok(());
-            }
-            Ok(_) | Err(_) => return Ok(()),
-        }
-        let frame = Frame::decode(&header)?;
-        if (frame.generation, frame.sequence) == (self.op_tag.generation, self.op_tag.sequence) {
-            let Frame { kind, total_bytes, .. } = frame;
-            return Err(format!(
-                "expected nothing in this operation, got a frame of {kind:?} of {total_bytes} bytes"
-            ));
+            check_unused_link(&mut self.unused, &self.op_tag).map_err(Fault::Prev)?;
         }
         Ok(())
     }
@@ -455,8 +430,8 @@ impl Incoming {
     }
 }
 
-/// Writes the sum of two parts. All ranks add that of the lower ranks first: which of two NaNs a sum
-/// keeps depends on the order of the operands.
+/// Writes the sum of two parts. All ranks add that of the lower ranks first: which of two NaNs a
+/// sum keeps depends on the order of the operands.
 fn add(own: &[f32], theirs: &[f32], is_lower: bool, dst: &mut [f32]) {
     let (first, second) = if is_lower { (own, theirs) } else { (theirs, own) };
     for ((sum, first), second) in dst.iter_mut().zip(first).zip(second) {

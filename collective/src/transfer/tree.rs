@@ -34,7 +34,7 @@ use crate::algorithm::tree_topology::{self as topology, TreePosition};
 use crate::net::fence::GroupRegistration;
 use crate::net::frame::{FRAME_BYTES, Frame, OpTag, to_wire};
 use crate::net::link::Link;
-use crate::net::neighbours::{LinkFault, Links, Neighbour, check_idle_link};
+use crate::net::neighbours::{LinkFault, Links, Neighbour, check_idle_link, check_unused_link};
 use crate::net::progress::Progress;
 use crate::net::socket::poll_until;
 use crate::net::spin_wait::SpinWait;
@@ -333,7 +333,7 @@ impl<'a> TreeTransfer<'a> {
             check_idle_link(port.link).map_err(|fault| Fault::Rank(port.rank, fault))?;
         }
         if self.unused.is_some_and(Link::has_unread) {
-            self.check_unused_link()?;
+            check_unused_link(&mut self.unused, &self.op_tag).map_err(Fault::Prev)?;
         }
         self.show_wait();
         let mut fds = vec![PollFd::new(self.registration.notifier(), PollFlags::IN)];
@@ -363,7 +363,10 @@ impl<'a> TreeTransfer<'a> {
         ports().zip(&fds[watched..]).try_for_each(ended)?;
         let speaks = self.unused.is_some() && !fds[1].revents().is_empty();
         drop(fds);
-        if speaks { self.check_unused_link() } else { Ok(()) }
+        if speaks {
+            check_unused_link(&mut self.unused, &self.op_tag).map_err(Fault::Prev)?;
+        }
+        Ok(())
     }
 
     /// Shows for whom this rank waits.
@@ -375,32 +378,6 @@ impl<'a> TreeTransfer<'a> {
         let mut far = of(Place::Far).filter(|port| awaits(port)).map(|port| port.member);
         let far = [far.next(), far.next()];
         self.progress.wait_far(&self.op_tag, waits_for_next, far);
-    }
-
-    /// Checks the unused link for a frame of this operation. A frame of the next operation, from a
-    /// rank that has finished this one, stays unread.
-    fn check_unused_link(&mut self) -> Result<(), Fault> {
-        let Some(unused) = self.unused.take() else { return Ok(()) };
-        let mut header = [0; FRAME_BYTES];
-        // The end of this link does not matter here, and a frame header is never sent in parts.
-        match unused.peek(&mut header) {
-            Ok(FRAME_BYTES) => {}
-            Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                // The rest of an encrypted message follows.
-                self.unused = Some(unused);
-                return Ok(());
-            }
-            Ok(_) | Err(_) => return Ok(()),
-        }
-        let broken = |reason| Fault::Prev(LinkFault::Broken(reason));
-        let Frame { kind, generation, sequence, total_bytes, .. } =
-            Frame::decode(&header).map_err(broken)?;
-        if (generation, sequence) != (self.op_tag.generation, self.op_tag.sequence) {
-            return Ok(());
-        }
-        Err(broken(format!(
-            "expected nothing in this operation, got a frame of {kind:?} of {total_bytes} bytes"
-        )))
     }
 
     /// Returns the root cause of a fault of the port at `at`. A neighbour may have closed its link

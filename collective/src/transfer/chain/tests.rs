@@ -1,5 +1,5 @@
-//! Tests of one rank of three or of four; the test plays its peers and writes and reads the bytes of both
-//! links.
+//! Tests of one rank of three or of four; the test plays its peers and writes and reads the bytes
+//! of both links.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
