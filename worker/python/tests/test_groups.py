@@ -53,7 +53,7 @@ class Jobs(unittest.TestCase):
         self.assertEqual(found, expected)
         self.assertNotIn("differs in", text)
 
-    def test_a_resume_with_other_groups_is_refused_and_one_with_another_rate_says_which_counts(self):
+    def test_a_resume_with_other_groups_is_refused_and_one_with_another_rate_tells_it(self):
         expected, _ = self.run_job(workers=1)
         saved = str(self.folder / "saved")
         with self.job("--checkpoint-dir", saved, seconds=0.1) as job:

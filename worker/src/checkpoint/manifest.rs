@@ -227,22 +227,6 @@ impl Manifest {
         state
     }
 
-    /// Names what differs between the program that wrote the checkpoint and this one.
-    pub(super) fn differences(&self, fingerprint: &JobFingerprint) -> Vec<String> {
-        match (&self.program, &fingerprint.program) {
-            (Some(wrote), Some(reads)) => {
-                let mut names = wrote.differences(reads, ["then", "now"]);
-                // Those of a program are a part of its state.
-                if wrote.optimizer != reads.optimizer && !fingerprint.parts.is_empty() {
-                    *names.last_mut().expect("the optimizer's are the last") +=
-                        " (those in the checkpoint count)";
-                }
-                names
-            }
-            _ => Vec::new(),
-        }
-    }
-
     /// Encodes as JSON. The last field is the digest of all the text before it.
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut text = serde_json::to_string(self).expect("a manifest's keys are strings");

@@ -24,6 +24,22 @@ impl Manifest {
         }
     }
 
+    /// Names what differs between the program that wrote the checkpoint and this one.
+    pub(super) fn differences(&self, fingerprint: &JobFingerprint) -> Vec<String> {
+        match (&self.program, &fingerprint.program) {
+            (Some(wrote), Some(reads)) => {
+                let mut names = wrote.differences(reads, ["then", "now"]);
+                // Those of a program are a part of its state.
+                if wrote.optimizer != reads.optimizer && !fingerprint.parts.is_empty() {
+                    *names.last_mut().expect("the optimizer's are the last") +=
+                        " (those in the checkpoint count)";
+                }
+                names
+            }
+            _ => Vec::new(),
+        }
+    }
+
     /// Checks that the job's optimizer can go on from this state.
     ///
     /// # Errors

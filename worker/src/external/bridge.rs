@@ -26,8 +26,7 @@ pub trait Bridge {
     /// The program's source files.
     fn sources(&self) -> &[SourceFile];
 
-    /// The settings with which the program begins, those of its optimizer's state aside; empty if it
-    /// does not say.
+    /// The optimizer and its settings as the program has made it; empty if it does not say.
     fn settings(&self) -> &str;
 
     /// Number of records that the initial state has absorbed: the first ones of the order.

@@ -234,10 +234,9 @@ class State:
         return json.dumps([type(self._optimizer).__name__, *self._encoded_groups(*_HOW)])
 
     def _encoded_groups(self, *without):
-        return [
-            encode({n: v for n, v in group.items() if n not in ("params", *without)}, "the optimizer")
-            for group in self._groups
-        ]
+        without = {"params", *without}
+        groups = [{n: group[n] for n in group if n not in without} for group in self._groups]
+        return [encode(group, "the optimizer") for group in groups]
 
     def _encoded(self, number_of):
         groups = self._encoded_groups()
