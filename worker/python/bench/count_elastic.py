@@ -5,7 +5,8 @@ import sys
 import torch
 
 import elasticdl.torch as et
-from workload import Counts, log_step
+from progress import log_step
+from workload import Counts
 
 records, path = int(sys.argv[1]), sys.argv[2]
 job = et.join()

@@ -10,7 +10,8 @@ import torch
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from torch.utils.data import DistributedSampler
 
-from workload import Counts, log_step
+from progress import log_step
+from workload import Counts
 
 records, path, batch, every = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 workers, folder = int(sys.argv[5]), sys.argv[6]

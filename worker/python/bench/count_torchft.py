@@ -14,7 +14,8 @@ import torch
 from torch.distributed import TCPStore
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
-from workload import Counts, log_step
+from progress import log_step
+from workload import Counts
 
 records, path, batch = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 replica, size, first = map(int, sys.argv[4:7])

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from workload import Counts, log_step
+from progress import log_step
+from workload import Counts
 
 records, path, batch, every = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=10))

@@ -15,8 +15,8 @@ import sys
 import tempfile
 import time
 
+from progress import MILLISECONDS_PER_RECORD, RECORDS_PER_STEP
 from systems import HERE, SYSTEMS
-from workload import MILLISECONDS_PER_RECORD, RECORDS_PER_STEP
 
 
 def print_pauses(options):

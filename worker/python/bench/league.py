@@ -16,8 +16,8 @@ import tempfile
 import time
 
 from faults import Run
+from progress import MILLISECONDS_PER_RECORD
 from systems import ELASTICDL, SYSTEMS
-from workload import MILLISECONDS_PER_RECORD
 
 
 def main():
@@ -52,7 +52,7 @@ def main():
 
 def is_installed(name):
     """Whether a system can be measured here."""
-    module = {"torchft": "torchft", "ray": "ray.train"}.get(name, "torch")
+    module = {"torchft": "torchft", "ray": "ray.train", "jax": "jax"}.get(name, "torch")
     found = importlib.util.find_spec(module.split(".")[0]) is not None
     if not found:
         print(f"{name} is not installed, and left out", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""How a program is started with elasticdl, torchrun, torchft and Ray Train."""
+"""How a program is started with elasticdl, torchrun, torchft, Ray Train and JAX."""
 
 import os
 import pathlib
@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 
-from workload import RECORDS_PER_STEP
+from progress import RECORDS_PER_STEP
 
 HERE = pathlib.Path(__file__).parent
 ELASTICDL = os.environ["ELASTICDL"]
@@ -122,7 +122,22 @@ class Ray:
         return [self.command]
 
 
+class Jax:
+    """A process of JAX for each worker, and a checkpoint every 10 steps. All start again after the
+    loss of one."""
+
+    program = "worker-of-jax"
+
+    def __init__(self, count, first, arguments, folder):
+        del first, folder
+        words = [*arguments, str(RECORDS_PER_STEP), "10", str(count)]
+        self.command = [sys.executable, HERE / "count_jax.py", *words]
+
+    def commands(self):
+        return [self.command]
+
+
 SYSTEMS = {
     **{"elasticdl": Elastic, "elasticdl-spare": ElasticWithSpare},
-    **{"torchrun": Torchrun, "torchft": Torchft, "ray": Ray},
+    **{"torchrun": Torchrun, "torchft": Torchft, "ray": Ray, "jax": Jax},
 }

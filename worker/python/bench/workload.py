@@ -3,10 +3,11 @@
 import os
 import sys
 import time
+import time
 
 import torch
 
-RECORDS_PER_STEP = 64
+from progress import MILLISECONDS_PER_RECORD, RECORDS_PER_STEP
 
 
 class Timer:
@@ -65,12 +66,6 @@ class Repeated(torch.utils.data.Dataset):
         return self.x[index % len(self.x)], self.y[index % len(self.y)]
 
 
-def log_step(path, step, workers):
-    """Notes that a step, from 1, was committed by a group of this size."""
-    with open(f"{path}.steps", "a") as file:
-        file.write(f"{time.monotonic():.6f} {step} {workers}\n")
-
-
 class Counts(torch.nn.Module):
     """A model that counts its records: record ``i`` adds 1 to parameter ``i``."""
 
@@ -91,4 +86,3 @@ class Counts(torch.nn.Module):
 
 
 WARM_UP = 5
-MILLISECONDS_PER_RECORD = 2.0
