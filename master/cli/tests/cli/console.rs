@@ -64,6 +64,25 @@ fn refusals_and_warnings_of_a_json_console_are_objects() {
 }
 
 #[test]
+fn a_master_whose_log_is_json_reports_its_failure_there() {
+    let home = Home::new();
+    let master = |format| {
+        let args = ["master", "--job-name", "j", "--pod", "p/u", "--log-format", format];
+        let output = home.command(&args).env_remove("KUBECONFIG").env("HOME", "/none").output();
+        let output = output.unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    let (_, stderr) = master("json");
+    let lines: Vec<Value> = stderr.lines().map(read).collect();
+    let [line] = &*lines else { panic!("{lines:?}") };
+    assert_eq!((&line["level"], &line["job"]), (&json!("ERROR"), &json!("j")));
+    assert!(line["message"].as_str().unwrap().contains("cluster"), "{line}");
+    let (code, stderr) = master("jsn");
+    let wanted = "`jsn` is no format of logs; it must be json or text";
+    assert!(code == Some(2) && stderr.contains(wanted), "{stderr}");
+}
+
+#[test]
 fn the_error_of_a_job_is_printed_once_below_its_summary() {
     let home = Home::new();
     let output = home.run(&job(&["--max-worker-restarts", "0"], "exit 3"));
