@@ -86,6 +86,12 @@ impl Projection {
             "Number of workers to keep running",
             f64::from(status.workers_desired),
         )?;
+        if let Some(spares) = &status.spares {
+            let help = "Spares that can take the place of a lost worker at once";
+            page.gauge("spares_caught_up", help, spares.caught_up.into())?;
+            let help = "Spares that have taken the place of a lost or leaving worker";
+            page.gauge("spares_promoted", help, spares.promoted as f64)?;
+        }
         page.gauge(
             "workers_disconnected",
             "Workers without contact to the master that are not lost",

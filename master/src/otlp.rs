@@ -337,8 +337,7 @@ fn attributes_of(change: &MembershipChange) -> Vec<KeyValue> {
         KeyValue::new("elasticdl.world_size", i64::from(change.world_size)),
         KeyValue::new("elasticdl.step", number(change.at_step)),
     ];
-    let lists = [("lost", &change.lost), ("left", &change.left), ("joined", &change.joined)];
-    for (name, workers) in lists.into_iter().filter(|(_, workers)| !workers.is_empty()) {
+    for (name, workers) in change.workers().into_iter().filter(|(_, named)| !named.is_empty()) {
         let listed = workers.iter().take(LISTED_MAX).map(|worker| number(worker.0)).collect();
         let list = Value::Array(opentelemetry::Array::I64(listed));
         attributes.push(KeyValue::new(format!("elasticdl.workers.{name}"), list));

@@ -161,8 +161,8 @@ pub enum WorkerMessage {
     /// The worker has fetched the group's state, so the group need not wait for it when it joins.
     /// Or the group goes on without it, and it has left its links.
     CaughtUp {
-        /// Steps that its state contains.
-        step: u64,
+        /// Steps that its state contains; `None` if it has none, and joins without.
+        step: Option<u64>,
     },
     /// The worker's model is built: it can be a member.
     Ready {

@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 pub struct Spares {
     /// Spares to keep.
     pub desired: u32,
-    /// Those that have the state and follow it.
+    /// Those that can take a place at once: they have the state and follow it, or need none before
+    /// they join.
     pub caught_up: u32,
     /// How often one of them has taken the place of a lost or leaving worker.
     pub promoted: u64,

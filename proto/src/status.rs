@@ -467,6 +467,7 @@ pub(crate) mod tests {
             }],
             "events": ["generation 2: 1 worker"], "events_emitted": 7, "events_at_s": [1.5],
         });
+        expected["memberships"][0]["promoted"] = json!([5]);
         expected["spares"] = json!({"desired": 2, "caught_up": 1, "promoted": 3});
         expected["metrics"] = json!({"accuracy": 0.625});
         // One invocation of the macro has a limit.

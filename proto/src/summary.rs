@@ -6,7 +6,8 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 pub use self::checkpoints::{CheckpointsSummary, RestoredCheckpoint, SavedCheckpoint};
-use crate::ids::{Generation, WorkerId};
+pub use self::membership_change::MembershipChange;
+use crate::ids::WorkerId;
 use crate::message::{Evaluated, Kept};
 use crate::row_touches::{RowTouchesSummary, RowsLoss};
 use crate::spares::Spares;
@@ -183,64 +184,6 @@ pub struct WorkersSummary {
     pub spares: Option<Spares>,
 }
 
-/// A membership change: its cause, and the pause that it caused.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct MembershipChange {
-    /// The generation.
-    pub generation: Generation,
-    /// Cause of the change.
-    pub cause: Cause,
-    /// Number of members.
-    pub world_size: u32,
-    /// Steps committed when it formed (or, if it never did, when it was published).
-    pub at_step: u64,
-    /// From the last commit before to the first one in it, on the member that lost the most time.
-    /// `None` for the first generation, and for one that was replaced before it committed a step.
-    /// All in milliseconds.
-    pub gap_ms: Option<f64>,
-    /// Part of the gap: until that member detected the failure (a link's error, or the arrival of a
-    /// membership that aborts the step), or until the switch was agreed.
-    pub detect_ms: Option<f64>,
-    /// Part of the gap: until its training thread was out of the collective call or the user's
-    /// code, and its links were down.
-    pub abort_ms: Option<f64>,
-    /// Part of the gap: until the new membership was known.
-    pub agree_ms: Option<f64>,
-    /// Part of the gap: until the new links were connected.
-    pub connect_ms: Option<f64>,
-    /// Part of the gap: until all ranks held the same state.
-    pub state_ms: Option<f64>,
-    /// Part of the gap: until the first step was committed.
-    pub first_step_ms: Option<f64>,
-    /// Members of the previous generation that were lost.
-    pub lost: Vec<WorkerId>,
-    /// Members of the previous generation that left in order.
-    pub left: Vec<WorkerId>,
-    /// Members that were not in the previous generation.
-    pub joined: Vec<WorkerId>,
-}
-
-impl MembershipChange {
-    /// The parts of the gap in order, with their names.
-    #[must_use]
-    pub fn phases(&self) -> [(&'static str, Option<f64>); 6] {
-        [
-            ("detect", self.detect_ms),
-            ("abort", self.abort_ms),
-            ("agree", self.agree_ms),
-            ("connect", self.connect_ms),
-            ("state", self.state_ms),
-            ("first step", self.first_step_ms),
-        ]
-    }
-
-    /// Workers that it names.
-    #[must_use]
-    pub fn named(&self) -> usize {
-        self.lost.len() + self.left.len() + self.joined.len()
-    }
-}
-
 /// Why a generation was published; of several reasons the last in this list.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -375,12 +318,14 @@ pub struct FailedShard {
 }
 
 mod checkpoints;
+mod membership_change;
 
 #[cfg(test)]
 pub(crate) mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::Generation;
     use crate::status::tests::assert_full;
 
     pub(crate) fn membership() -> MembershipChange {
@@ -399,6 +344,7 @@ pub(crate) mod tests {
             lost: vec![WorkerId(3)],
             left: vec![WorkerId(4)],
             joined: vec![WorkerId(5)],
+            promoted: vec![WorkerId(5)],
         }
     }
 
@@ -517,6 +463,7 @@ pub(crate) mod tests {
                 "generation": 2, "cause": "lost", "world_size": 2, "at_step": 9, "gap_ms": 3.0,
                 "detect_ms": 0.125, "abort_ms": 0.25, "agree_ms": 0.375, "connect_ms": 0.5,
                 "state_ms": 0.625, "first_step_ms": 1.125, "lost": [3], "left": [4], "joined": [5],
+                "promoted": [5],
             }],
             "loss": {"first": 1.5, "last": 0.25}, "training_metrics": {"accuracy": 0.5},
             "throughput": {

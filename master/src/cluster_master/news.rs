@@ -52,9 +52,7 @@ impl News {
                 change.world_size,
                 change.cause.name()
             );
-            for (what, workers) in
-                [("lost", &change.lost), ("left", &change.left), ("joined", &change.joined)]
-            {
+            for (what, workers) in change.workers() {
                 if !workers.is_empty() {
                     let named = workers.iter().take(NAMED_MAX).map(ToString::to_string);
                     let named = named.collect::<Vec<_>>().join(", ");

@@ -89,6 +89,7 @@ pub(crate) fn largest() -> Job {
             lost: named(if generation == 9990 { WORKERS } else { 2 }),
             left: named(2),
             joined: named(4),
+            promoted: named(5),
         };
         job.reporting.publish(Time::default(), record, Default::default());
     }

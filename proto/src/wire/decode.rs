@@ -91,7 +91,8 @@ fn worker_message(kind: worker_message::Kind) -> Checked<WorkerMessage> {
             unreachable: broken.unreachable,
         },
         Kind::CaughtUp(v1::CaughtUp { step }) => {
-            WorkerMessage::CaughtUp { step: within("caught_up.step", step, 0, STEPS_MAX)? }
+            let step = step.map(|step| within("caught_up.step", step, 0, STEPS_MAX)).transpose()?;
+            WorkerMessage::CaughtUp { step }
         }
         Kind::Checkpoint(news) => WorkerMessage::Checkpoint(checkpoint_news(news)?),
         Kind::Committed(report) => WorkerMessage::Committed(committed(report)?),

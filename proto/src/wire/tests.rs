@@ -161,7 +161,7 @@ fn every_message_of_a_worker_keeps_every_field() {
             error: "reset".into(),
             unreachable: true,
         },
-        WorkerMessage::CaughtUp { step: 9 },
+        WorkerMessage::CaughtUp { step: Some(0) },
         WorkerMessage::Checkpoint(CheckpointNews::Damaged { name: name(), reason: "torn".into() }),
         WorkerMessage::Checkpoint(CheckpointNews::Failed { step: 9, error: "full".into() }),
         WorkerMessage::Checkpoint(CheckpointNews::OlderRows { name: Some(name()), missing: 7 }),

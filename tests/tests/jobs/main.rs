@@ -35,6 +35,7 @@ mod refusals;
 mod regroup;
 mod replicas;
 mod sharded;
+mod spares;
 mod status;
 mod stops;
 mod storage;

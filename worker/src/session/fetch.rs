@@ -54,13 +54,13 @@ impl Session {
         if self.phase == Phase::Fetching && self.fetch.generation.is_some() && !self.fetch.reported
         {
             (self.fetch.reported, self.fetch.lost) = (true, 0);
-            self.reports.push(WorkerMessage::CaughtUp { step: self.step() });
+            self.reports.push(WorkerMessage::CaughtUp { step: self.own_step() });
         }
     }
 
     pub(super) fn report_caught_up_again(&mut self) {
         if self.fetch.reported && !self.memberships.was_member {
-            self.reports.push(WorkerMessage::CaughtUp { step: self.step() });
+            self.reports.push(WorkerMessage::CaughtUp { step: self.own_step() });
         }
     }
 
@@ -169,7 +169,7 @@ impl Session {
     fn join_without_state(&mut self) {
         if !self.fetch.reported {
             self.fetch.reported = true;
-            self.reports.push(WorkerMessage::CaughtUp { step: 0 });
+            self.reports.push(WorkerMessage::CaughtUp { step: None });
         }
         self.phase = Phase::Detached;
     }
@@ -299,7 +299,7 @@ mod tests {
         let mut session = joiner();
         session.caught_up();
         session.caught_up();
-        assert_eq!(session.reports.poll(), Some(WorkerMessage::CaughtUp { step: 4 }));
+        assert_eq!(session.reports.poll(), Some(WorkerMessage::CaughtUp { step: Some(4) }));
         assert_eq!(session.reports.poll(), None);
     }
 
@@ -415,7 +415,7 @@ mod tests {
             session.fetched(Generation(1));
         }
         session.fetch_broke();
-        assert_eq!(session.reports.poll(), Some(WorkerMessage::CaughtUp { step: 0 }));
+        assert_eq!(session.reports.poll(), Some(WorkerMessage::CaughtUp { step: None }));
         assert_eq!(session.poll(), Task::Wait);
     }
 }

@@ -95,7 +95,7 @@ impl Session {
     /// A worker that its group goes on without keeps its state until the next group has formed.
     pub(super) fn report_stand_by(&mut self) {
         if self.phase == Phase::Detached && self.is_leaving() {
-            self.reports.push(WorkerMessage::CaughtUp { step: self.step() });
+            self.reports.push(WorkerMessage::CaughtUp { step: self.own_step() });
         }
     }
 
@@ -166,7 +166,7 @@ mod tests {
         }
         let [_, mut session] = pair.0;
         let reports: Vec<_> = std::iter::from_fn(|| session.reports.poll()).collect();
-        assert_eq!(reports.last(), Some(&WorkerMessage::CaughtUp { step: 0 }), "{reports:?}");
+        assert_eq!(reports.last(), Some(&WorkerMessage::CaughtUp { step: Some(0) }), "{reports:?}");
         assert_eq!(session.poll(), Task::StandBy);
         session
     }
@@ -190,7 +190,8 @@ mod tests {
         session.reconnected();
         let reports: Vec<_> = std::iter::from_fn(|| session.reports.poll()).collect();
         let step = 0;
-        let repeated = [WorkerMessage::Reconnected { step }, WorkerMessage::CaughtUp { step }];
+        let repeated =
+            [WorkerMessage::Reconnected { step }, WorkerMessage::CaughtUp { step: Some(step) }];
         assert_eq!(reports, repeated);
         session.handle(membership(3, &[2], true));
         assert!(matches!(session.poll(), Task::Connect(_)));

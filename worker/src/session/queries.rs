@@ -26,7 +26,12 @@ impl Session {
 
     /// Number of committed steps; 0 without state.
     pub fn step(&self) -> u64 {
-        self.state.as_ref().map_or(0, |s| s.step)
+        self.own_step().unwrap_or(0)
+    }
+
+    /// Number of committed steps; `None` without state.
+    pub fn own_step(&self) -> Option<u64> {
+        self.state.as_ref().map(|s| s.step)
     }
 
     pub fn state(&self) -> Option<&State> {

@@ -49,8 +49,8 @@ pub(crate) struct ResilienceOptions {
     /// tables or --shard-optimizer, spares hold no part of the rows or of the optimizer's state
     /// before they join, so no more workers may be lost at once than without them. A
     /// spare that is silent or has stopped to follow takes no place, and is replaced: after
-    /// --worker-timeout if a worker is missing, otherwise after 10 s, and after --step-timeout if
-    /// it only sends heartbeats.
+    /// --worker-timeout if a worker is missing, otherwise after 10 s, as it often comes back before
+    /// another one has started, and after --step-timeout if it only sends heartbeats.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) spares: u32,
 

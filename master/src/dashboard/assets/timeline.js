@@ -46,7 +46,9 @@ const timeline = (() => {
 
   /** A membership change as a sentence. */
   function describeChange(change) {
-    const who = [["lost", change.lost], ["left", change.left], ["joined", change.joined]]
+    const others = change.joined.filter((id) => !change.promoted.includes(id));
+    const who = [["lost", change.lost], ["left", change.left], ["promoted", change.promoted],
+      ["joined", others]]
       .map(([name, ids]) => workers(name, ids)).filter((part) => part).join(", ");
     const [, cause] = CAUSES[change.cause] || ["grey", change.cause];
     const at = change.at_s === null ? "" : ` after ${text.duration(change.at_s)}`;
@@ -205,11 +207,11 @@ const timeline = (() => {
     const list = (ids) => ids.join(", ") || "–";
     dom.table(dom.id("memberships"),
       ["generation", "age", "cause", "workers", "step", "pause", "detect", "abort", "agree",
-        "connect", "state", "first step", "lost", "left", "joined"],
+        "connect", "state", "first step", "lost", "left", "joined", "promoted"],
       changes.map((change) => [change.generation, text.duration(change.at_s), change.cause,
         change.world_size, change.at_step, text.milliseconds(change.gap_ms),
         ...PHASES.map((name) => text.milliseconds(change[`${name}_ms`])),
-        list(change.lost), list(change.left), list(change.joined)]));
+        list(change.lost), list(change.left), list(change.joined), list(change.promoted)]));
     const lives = Object.entries(history.workers).sort(([a], [b]) => b - a);
     dom.table(dom.id("lifetimes"),
       ["worker", "started", "connected", "member", "ended", "end"],

@@ -216,11 +216,9 @@ impl Job {
     /// How long a worker that is no member may be silent: at least `usual`, unless it is a spare
     /// for which a group that trains has room, and which keeps the slot of one that would join.
     pub(crate) fn silence_max(&self, stage: Stage, timeout: Duration, usual: Duration) -> Duration {
-        let members =
-            || self.workers.members().filter(|(id, w)| w.stays() && !self.serves_tables(*id));
         let is_missed = stage == Stage::Ready
-            && members().any(|(_, w)| w.holds_state())
-            && members().count() < self.lifecycle.wanted() as usize;
+            && self.workers.members().any(|(_, w)| w.stays() && w.holds_state())
+            && self.has_room();
         if is_missed { timeout } else { timeout.max(usual) }
     }
 }

@@ -3,7 +3,7 @@
 
 use std::net::SocketAddr;
 
-use elasticdl_proto::{FileList, HostReport, OrderName, SkippedRecords, WorkerId};
+use elasticdl_proto::{FileList, Generation, HostReport, OrderName, SkippedRecords, WorkerId};
 
 use crate::job::action::{Action, MasterMessage, Outcome};
 use crate::job::data::dataset::Dataset;
@@ -13,7 +13,8 @@ use crate::job::job::Job;
 use crate::job::outbox::Timer;
 use crate::job::text::{clip, counted};
 use crate::job::time::Time;
-use crate::job::workers::state::Stage;
+use crate::job::workers::state::{Launch, Stage, Worker};
+use crate::job::workers::table::launch_of;
 
 impl Job {
     pub(crate) fn on_connected(
@@ -208,16 +209,51 @@ impl Job {
         self.reconcile(now);
     }
 
-    pub(crate) fn on_caught_up(&mut self, now: Time, worker: WorkerId, step: u64) {
+    pub(crate) fn on_caught_up(&mut self, now: Time, worker: WorkerId, step: Option<u64>) {
         let Some(w) = self.workers.get_mut(worker) else { return };
         if w.is_reserve() {
             self.group.note_left_ring(worker);
         } else if matches!(w.stage(), Stage::Fetching | Stage::Preparing | Stage::Ready) {
-            // A worker that gave up the fetch reports step 0. One that has reconnected reports
-            // again what it has.
-            w.catch_up(step > 0);
-            w.follow_anew();
+            // A worker that has reconnected reports again what it has.
+            w.catch_up(step.is_some());
+            w.follow_anew(step);
             self.reconcile(now);
+            self.announce_spare(now, worker, step);
         }
+    }
+
+    /// The spares that can take a place at once: those that follow the state of the group, and with
+    /// a sharded optimizer all that can be members.
+    pub(crate) fn ready_spares(&self, now: Time) -> Vec<WorkerId> {
+        if self.spec.spares == 0 || self.group.generation() == Generation::default() {
+            return Vec::new();
+        }
+        let needs_none = self.spec.options.shard_optimizer;
+        let is_ready = |w: &Worker| {
+            w.stage() == Stage::Ready && (needs_none || (w.has_state() && !w.lags(now)))
+        };
+        self.workers.joiners().filter(|(_, w)| is_ready(w)).map(|(id, _)| id).collect()
+    }
+
+    /// Reports, once for each worker, that it is a spare that can take a place from now on.
+    fn announce_spare(&mut self, now: Time, worker: WorkerId, step: Option<u64>) {
+        if self.has_room() || !self.ready_spares(now).contains(&worker) {
+            return;
+        }
+        let launch = self.workers.get_launch_mut(launch_of(worker));
+        if launch.is_some_and(Launch::note_spare) {
+            let name = self.workers.name_of(worker);
+            self.log_event(match step {
+                Some(step) => format!("{name} is a spare, and has caught up with step {step}"),
+                None => format!("{name} is a spare, and gets the state when it joins"),
+            });
+        }
+    }
+
+    /// Whether the group has fewer members that stay than are wanted.
+    pub(crate) fn has_room(&self) -> bool {
+        let members = self.workers.members();
+        let staying = members.filter(|(id, w)| w.stays() && !self.serves_tables(*id)).count();
+        staying < self.lifecycle.wanted() as usize
     }
 }

@@ -124,9 +124,10 @@ impl Job {
     }
 
     fn publish(&mut self, now: Time, change: Change) {
-        let Self { group, workers, reporting, .. } = self;
         let abort = change.abort;
+        let spares = self.ready_spares(now);
         let ranks: BTreeMap<WorkerId, u32> = change.members.iter().copied().zip(0..).collect();
+        let Self { group, workers, reporting, .. } = self;
         let excluded = workers.assign_ranks(|id| ranks.get(&id).copied());
         let begun = group.begin(change, &excluded);
         if abort {
@@ -140,6 +141,10 @@ impl Job {
         }
         let world_size =
             u32::try_from(group.members().len()).expect("members are limited by max_workers");
+        let mut promoted = begun.joined.clone();
+        promoted
+            .retain(|id| spares.contains(id) && !(begun.lost.is_empty() && begun.left.is_empty()));
+        reporting.totals.spares_promoted += promoted.len() as u64;
         let record = MembershipChange {
             generation: group.generation(),
             cause: begun.cause,
@@ -148,13 +153,9 @@ impl Job {
             lost: begun.lost,
             left: begun.left,
             joined: begun.joined,
+            promoted,
             ..MembershipChange::default()
         };
-        if self.spec.spares > 0 && !(record.lost.is_empty() && record.left.is_empty()) {
-            let has_state = |id: &&WorkerId| workers.get(**id).is_some_and(Worker::has_state);
-            let promoted = record.joined.iter().filter(has_state).count();
-            reporting.totals.spares_promoted += promoted as u64;
-        }
         let members = workers.members().collect::<Vec<_>>();
         let carries_state = members.iter().any(|(_, w)| w.has_state());
         self.lifecycle.note_published();
@@ -168,6 +169,8 @@ impl Job {
             {
                 " from the newest checkpoint, as the state is lost"
             }
+            // There was none yet.
+            (false, _) if self.data.step() == 0 => " from step 0",
             (false, _) => " from step 0, as the state is lost",
         };
         self.log_recovery();
@@ -190,11 +193,10 @@ impl Job {
         }
     }
 
-    /// Lets the workers that a new group has no room for follow it: the state that they have may be
-    /// that of another member, who is gone.
+    /// Lets the workers that a new group has no room for follow it: the state that they have, or
+    /// fetch, may be that of another member, who is gone.
     pub(crate) fn send_donors_to_spares(&mut self) {
-        let is_spare = |w: &Worker| w.is_joiner() && w.stage() == Stage::Ready;
-        for id in self.workers.select(is_spare) {
+        for id in self.workers.select(Worker::is_joiner) {
             let donors = self.donors(id);
             if let Some(w) = self.workers.get_mut(id).filter(|_| !donors.is_empty()) {
                 w.set_stage(Stage::Fetching);
@@ -253,13 +255,20 @@ impl Job {
 
 /// The log line of a membership change. `start`: where the group starts again; empty if it goes on.
 fn describe(record: &MembershipChange, start: &str) -> String {
-    let MembershipChange { generation, world_size, lost, left, joined, cause, .. } = record;
+    let MembershipChange { generation, world_size, cause, .. } = record;
     let workers = if *world_size == 1 { "1 worker" } else { &format!("{world_size} workers") };
     if *cause == Cause::Start {
         return format!("generation {generation}: {workers} start");
     }
     let mut parts = Vec::new();
-    for (ids, what) in [(lost, "lost"), (left, "left"), (joined, "joined")] {
+    let is_other = |id: &&WorkerId| !record.promoted.contains(id);
+    let others = record.joined.iter().filter(is_other).copied().collect::<Vec<_>>();
+    for (ids, what) in [
+        (&record.lost, "lost"),
+        (&record.left, "left"),
+        (&record.promoted, "promoted"),
+        (&others, "joined"),
+    ] {
         if !ids.is_empty() {
             parts.push(format!("{} {what}", name_all(ids)));
         }

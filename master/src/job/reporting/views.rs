@@ -190,8 +190,7 @@ impl Job {
 
     /// The spares, if the job keeps any.
     fn spares(&self, now: Time) -> Option<Spares> {
-        let follows = |w: &Worker| w.stage() == Stage::Ready && w.has_state() && !w.lags(now);
-        let caught_up = self.workers.joiners().filter(|(_, w)| follows(w)).count();
+        let caught_up = self.ready_spares(now).len();
         (self.spec.spares > 0).then_some(Spares {
             desired: self.spec.spares,
             caught_up: u32::try_from(caught_up).expect("workers are limited"),

@@ -29,7 +29,7 @@ fn train(job: &mut Job, rate: u64) -> Vec<Action> {
 fn join(job: &mut Job, i: u64) {
     connect(job, i);
     deliver(job, i, WorkerMessage::Ready { parameters: 10 });
-    deliver(job, i, WorkerMessage::CaughtUp { step: 1 });
+    deliver(job, i, WorkerMessage::CaughtUp { step: Some(1) });
     let (generation, step) = (job.group.generation().0, job.status(at(0)).step);
     deliver(job, 1, formed(generation, step, &[]));
     actions(job);

@@ -288,10 +288,10 @@ fn joiners_wait_while_a_switch_is_in_flight_and_a_loss_takes_them_along() {
     connect(&mut job, 4);
     deliver(&mut job, 3, WorkerMessage::Ready { parameters: 10 });
     assert_eq!(memberships(&mut job), []);
-    deliver(&mut job, 3, WorkerMessage::CaughtUp { step: 0 });
+    deliver(&mut job, 3, WorkerMessage::CaughtUp { step: None });
     assert_eq!(memberships(&mut job)[0].1, membership(2, &[1, 2, 3], false));
     deliver(&mut job, 4, WorkerMessage::Ready { parameters: 10 });
-    deliver(&mut job, 4, WorkerMessage::CaughtUp { step: 0 });
+    deliver(&mut job, 4, WorkerMessage::CaughtUp { step: None });
     assert_eq!(memberships(&mut job), []);
     lose(&mut job, 2, 3);
     assert_eq!(memberships(&mut job)[0].1, membership(3, &[1, 2, 4], true));
@@ -389,7 +389,7 @@ fn a_leaver_leaves_at_a_step_boundary_but_stays_if_only_it_holds_the_state() {
     assert_eq!(actions(&mut alone), [launch_at(2, 0)]);
     connect(&mut alone, 2);
     deliver(&mut alone, 2, WorkerMessage::Ready { parameters: 10 });
-    deliver(&mut alone, 2, WorkerMessage::CaughtUp { step: 0 });
+    deliver(&mut alone, 2, WorkerMessage::CaughtUp { step: None });
     assert_eq!(memberships(&mut alone)[0].1, membership(2, &[1, 2], false));
     // Worker 1 has sent the state, which worker 2 has for certain when a step is committed.
     deliver(&mut alone, 1, formed(2, 3, &[]));

@@ -207,7 +207,7 @@ fn a_joiner_that_does_not_reconnect_is_replaced_and_delays_no_worker() {
     disconnect(&mut job, 0, 4);
     actions(&mut job);
     deliver(&mut job, 3, WorkerMessage::Ready { parameters: 10 });
-    deliver(&mut job, 3, WorkerMessage::CaughtUp { step: 0 });
+    deliver(&mut job, 3, WorkerMessage::CaughtUp { step: None });
     assert_eq!(memberships(&mut job)[0].1, membership(2, &[1, 2, 3], false));
     job.handle_timeout(at(10_000));
     assert_eq!(actions(&mut job), [Action::Kill { launch: LaunchId(4) }]);

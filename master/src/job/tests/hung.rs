@@ -431,7 +431,7 @@ fn a_joiner_that_awaits_the_end_of_a_hung_members_step_is_not_evicted() {
         job.handle(at(0), Event::Scale { num_workers: joiner as u32 });
         connect(&mut job, joiner);
         deliver(&mut job, 0, joiner, WorkerMessage::Ready { parameters: 10 });
-        deliver(&mut job, 0, joiner, WorkerMessage::CaughtUp { step: 0 });
+        deliver(&mut job, 0, joiner, WorkerMessage::CaughtUp { step: None });
         actions(&mut job);
         assert!(job.group.members().contains(&WorkerId(joiner)));
         let all: Vec<u64> = (1..=joiner).collect();

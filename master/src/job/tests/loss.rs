@@ -214,7 +214,7 @@ fn a_joiner_that_has_fetched_the_state_may_provide_it() {
     job.handle(at(0), Event::Scale { num_workers: 2 });
     connect(&mut job, 2);
     deliver(&mut job, 2, WorkerMessage::Ready { parameters: 10 });
-    deliver(&mut job, 2, WorkerMessage::CaughtUp { step: 3 });
+    deliver(&mut job, 2, WorkerMessage::CaughtUp { step: Some(3) });
     lose(&mut job, 1);
     assert_eq!(ends(&mut job), None);
     let said = job.status(at(0)).events.join("\n");
@@ -423,7 +423,7 @@ fn with_pending_replacements_the_group_waits_for_half_of_the_grace_period() {
     deliver(&mut job, 1, WorkerMessage::Leaving);
     connect(&mut job, 2);
     deliver(&mut job, 2, WorkerMessage::Ready { parameters: 10 });
-    deliver(&mut job, 2, WorkerMessage::CaughtUp { step: 1 });
+    deliver(&mut job, 2, WorkerMessage::CaughtUp { step: Some(1) });
     deliver(&mut job, 1, formed(2, 1, &[]));
     job.handle_timeout(at(5000));
     assert_eq!(messages_to(&mut job, &MasterMessage::Suspend), [0; 0]);

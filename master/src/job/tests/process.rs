@@ -160,7 +160,7 @@ impl Process {
     /// Says that it has left its ring if the newest membership excludes this worker.
     pub(super) fn stand_by_if_excluded(&mut self) {
         if self.newest.is_some() && !self.is_of_newest() {
-            let step = self.state.as_ref().map_or(0, |s| s.step);
+            let step = self.state.as_ref().map(|s| s.step);
             self.up.push_back(WorkerMessage::CaughtUp { step });
         }
     }

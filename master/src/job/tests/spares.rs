@@ -41,7 +41,7 @@ fn formed_of(num_workers: u32, spares: u32, table_servers: u32) -> Job {
 
 /// The spares have the state of the group that has formed.
 fn caught_up(job: &mut Job, spares: std::ops::RangeInclusive<u64>) {
-    spares.for_each(|i| deliver(job, i, WorkerMessage::CaughtUp { step: 1 }));
+    spares.for_each(|i| deliver(job, i, WorkerMessage::CaughtUp { step: Some(1) }));
     actions(job);
 }
 
@@ -192,14 +192,15 @@ fn a_missed_spare_whose_stream_ends_is_awaited_no_longer_than_a_member() {
 
 #[test]
 fn a_spare_that_never_follows_again_is_replaced_and_counts_as_a_failure() {
-    // The second one fetches the state anew.
-    for (step, hangs) in [(3, true), (0, false)] {
+    // The last one fetches the state anew.
+    for (caught_up_at, step, hangs) in [(1, 3, true), (0, 0, true), (1, 0, false)] {
         let mut job = formed_with(1, 0);
         job.spec.options.worker_timeout = Some(Duration::from_secs(1));
         job.spec.step_timeout = Some(Duration::from_secs(60));
         deliver(&mut job, 1, formed(1, 0, &[]));
-        caught_up(&mut job, 4..=4);
-        follow(&mut job, 60, &[(4, step)]);
+        deliver(&mut job, 4, WorkerMessage::CaughtUp { step: Some(caught_up_at) });
+        actions(&mut job);
+        follow(&mut job, 57 + step.max(1), &[(4, step)]);
         job.watch_heartbeats(at(60_000));
         pass(&mut job, (60, 64), &[1, 2, 3, 4], &[]);
         assert_eq!(asked_and_killed(&mut job), (vec![], vec![]), "the group makes no step, either");
@@ -228,7 +229,7 @@ fn a_new_master_keeps_spares_and_what_they_have() {
         (1..=4).for_each(|i| deliver(&mut job, i, returned(0)));
         deliver(&mut job, 1, formed(1, 0, &[]));
         if is_reported {
-            deliver(&mut job, 4, WorkerMessage::CaughtUp { step: 1 });
+            deliver(&mut job, 4, WorkerMessage::CaughtUp { step: Some(1) });
         }
         deliver(&mut job, 4, WorkerMessage::Ready { parameters: 10 });
         assert_eq!(states(&job)[3], if is_reported { "spare" } else { "fetching" });
@@ -267,8 +268,8 @@ fn a_spare_that_goes_on_alone_from_an_earlier_step_is_no_secret() {
     }
 }
 
-/// Heartbeats of spares whose states contain these steps, each second while the group makes `steps`
-/// more steps.
+/// Heartbeats of spares whose states contain so many steps at most, each second while the group
+/// makes `steps` more steps.
 fn follow(job: &mut Job, steps: u64, spares: &[(u64, u64)]) {
     let (generation, before) = (job.group.generation().0, job.status(at(0)).step);
     let reporter = job.group.members()[0];
@@ -290,7 +291,7 @@ fn a_spare_that_does_not_follow_takes_no_place_until_it_does() {
     let mut job = formed_with(2, 0);
     deliver(&mut job, 1, formed(1, 0, &[]));
     caught_up(&mut job, 4..=5);
-    follow(&mut job, 20, &[(4, 3), (5, u64::MAX)]);
+    follow(&mut job, 20, &[(4, 3), (5, NEWEST)]);
     lose(&mut job, 20_000, 2);
     assert_eq!(members(&mut job), Some((Generation(2), vec![1, 3, 5])));
     let mut job = formed_with(1, 0);
@@ -300,7 +301,7 @@ fn a_spare_that_does_not_follow_takes_no_place_until_it_does() {
     lose(&mut job, 20_000, 2);
     assert_eq!(members(&mut job), Some((Generation(2), vec![1, 3])));
     deliver(&mut job, 1, formed(2, 20, &[]));
-    deliver(&mut job, 4, WorkerMessage::CaughtUp { step: 20 });
+    deliver(&mut job, 4, WorkerMessage::CaughtUp { step: Some(20) });
     assert_eq!(members(&mut job), Some((Generation(3), vec![1, 3, 4])));
 }
 
@@ -315,7 +316,7 @@ fn the_status_tells_of_each_spare_whether_it_follows_and_how_often_one_was_promo
     };
     deliver(&mut job, 1, formed(1, 0, &[]));
     caught_up(&mut job, 4..=5);
-    follow(&mut job, 20, &[(4, 3), (5, u64::MAX)]);
+    follow(&mut job, 20, &[(4, 3), (5, NEWEST)]);
     let workers = vec![("lagging".to_owned(), Some(3)), ("spare".to_owned(), Some(20))];
     let known = Spares { desired: 2, caught_up: 1, promoted: 0 };
     assert_eq!(spares(&job, 20), (Some(known), workers));
@@ -324,6 +325,94 @@ fn the_status_tells_of_each_spare_whether_it_follows_and_how_often_one_was_promo
     assert_eq!(spares(&job, 20).0, Some(known));
     let next = Job::restore(job.to_persisted(), at(21_000)).unwrap();
     assert_eq!(next.summary(at(21_000)).workers.spares, Some(known));
+}
+
+#[test]
+fn the_events_tell_once_of_each_spare_and_of_each_promotion() {
+    let mut job = formed_with(2, 0);
+    let mut seen = 0;
+    let mut news = |job: &Job| {
+        let events = job.status(at(30)).events;
+        let new = events[std::mem::replace(&mut seen, events.len())..].to_vec();
+        new.into_iter().filter(|line| line.contains("spare") || line.contains("continue"))
+    };
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    caught_up(&mut job, 4..=4);
+    caught_up(&mut job, 4..=5);
+    let is_spare = |id| format!("worker {id} is a spare, and has caught up with step 1");
+    assert_eq!(news(&job).collect::<Vec<_>>(), [is_spare(4), is_spare(5)]);
+    lose(&mut job, 5, 2);
+    let line = "generation 2: worker 2 lost, worker 4 promoted; 3 workers continue";
+    assert_eq!(news(&job).collect::<Vec<_>>(), [line]);
+    let change = job.summary(at(30)).memberships.pop().unwrap();
+    assert_eq!((change.joined, change.promoted), (vec![WorkerId(4)], vec![WorkerId(4)]));
+    // The other one follows the new group.
+    deliver(&mut job, 1, formed(2, 1, &[]));
+    caught_up(&mut job, 5..=5);
+    assert_eq!(news(&job).count(), 0);
+}
+
+#[test]
+fn a_spare_that_catches_up_before_the_first_step_has_the_state() {
+    let mut job = formed_of(1, 1, 0);
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    deliver(&mut job, 2, WorkerMessage::CaughtUp { step: Some(0) });
+    assert_eq!(job.status(at(1)).spares.unwrap().caught_up, 1);
+    follow(&mut job, 20, &[(2, NEWEST)]);
+    assert_eq!(job.status(at(20_000)).spares.unwrap().caught_up, 1);
+    lose(&mut job, 20_000, 1);
+    let line = "generation 2: worker 1 lost, worker 2 promoted; 1 worker continues";
+    assert_eq!(job.status(at(20_000)).events.last().unwrap(), line);
+}
+
+#[test]
+fn a_group_that_is_lost_before_its_first_step_loses_no_state() {
+    let mut job = formed_of(1, 1, 0);
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    lose(&mut job, 5, 1);
+    let line = "generation 2: worker 1 lost, worker 2 joined; 1 worker restarts from step 0";
+    assert_eq!(job.status(at(5)).events.last().unwrap(), line);
+}
+
+#[test]
+fn spares_of_a_sharded_optimizer_need_no_state() {
+    let mut job = formed_with(2, 0);
+    job.spec.options.shard_optimizer = true;
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    (4..=5).for_each(|i| deliver(&mut job, i, WorkerMessage::CaughtUp { step: None }));
+    deliver(&mut job, 1, committed(1, 1, &[(0, 10)]));
+    let spares = |caught_up, promoted| Some(Spares { desired: 2, caught_up, promoted });
+    assert_eq!(job.status(at(1)).spares, spares(2, 0));
+    lose(&mut job, 5, 2);
+    let events = job.status(at(5)).events;
+    let line = "generation 2: worker 2 lost, worker 4 promoted; 3 workers continue";
+    assert_eq!(events.last().unwrap(), line);
+    let is_spare = "worker 5 is a spare, and gets the state when it joins";
+    assert!(events.iter().any(|event| event == is_spare), "{events:?}");
+    assert_eq!(job.status(at(5)).spares, spares(1, 1));
+    // If all members are lost, the spares have no part of the state.
+    let gone = [1, 3, 4].map(WorkerId);
+    gone.iter().for_each(|worker| lose(&mut job, 6, worker.0));
+    let events = job.status(at(6)).events;
+    assert!(events.last().unwrap().ends_with("from step 0, as the state is lost"), "{events:?}");
+}
+
+#[test]
+fn a_spare_that_fetches_from_a_group_that_is_lost_gets_the_donors_of_the_next_one() {
+    let mut job = formed_of(1, 2, 0);
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    assert_eq!(states(&job), ["training", "fetching", "fetching"]);
+    lose(&mut job, 5, 1);
+    let (_, next) = members(&mut job).unwrap();
+    let (member, spare) = if next == [2] { (2, 3) } else { (3, 2) };
+    deliver(&mut job, member, formed(2, 0, &[]));
+    let donors = |action| match action {
+        Action::Send { worker, message: MasterMessage::Fetch(donors) } if worker.0 == spare => {
+            Some(donors.iter().map(|(id, _)| id.0).collect::<Vec<_>>())
+        }
+        _ => None,
+    };
+    assert_eq!(actions(&mut job).into_iter().find_map(donors), Some(vec![member]));
 }
 
 #[test]
@@ -337,8 +426,8 @@ fn more_spares_than_can_be_needed_are_refused() {
 #[test]
 fn if_all_members_are_lost_the_spare_with_the_newest_state_goes_on() {
     for (spares, taken) in [
-        (vec![(2, 3), (3, u64::MAX)], 3),
-        (vec![(2, 19), (3, u64::MAX)], 3),
+        (vec![(2, 3), (3, NEWEST)], 3),
+        (vec![(2, 19), (3, NEWEST)], 3),
         (vec![(2, 3), (3, 4)], 3),
         // It has the only state.
         (vec![(2, 3)], 2),
@@ -384,7 +473,8 @@ fn losses_of_all_members_do_not_put_off_a_checkpoint() {
     for (step, worker, s, wants) in [(1, 2, 20, false), (2, 3, 40, true)] {
         let message = committed(worker - 1, step, &[(step - 1, step)]);
         deliver(&mut job, worker - 1, message);
-        (worker..=3).for_each(|i| deliver(&mut job, i, WorkerMessage::CaughtUp { step }));
+        (worker..=3)
+            .for_each(|i| deliver(&mut job, i, WorkerMessage::CaughtUp { step: Some(step) }));
         lose(&mut job, s * 1000, worker - 1);
         assert_eq!(members(&mut job), Some((Generation(worker), vec![worker])));
         let message = formed(worker, step, &[(0, step)]);
@@ -392,3 +482,6 @@ fn losses_of_all_members_do_not_put_off_a_checkpoint() {
         assert_eq!(asked(&mut job), if wants { vec![worker] } else { vec![] });
     }
 }
+
+/// A spare that follows its group has made the same steps.
+const NEWEST: u64 = u64::MAX;

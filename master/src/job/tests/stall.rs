@@ -270,7 +270,7 @@ fn a_switch_that_one_member_cannot_complete_does_not_block_for_ever() {
     job.handle(at(0), Event::Scale { num_workers: 5 });
     connect(&mut job, 5);
     deliver(&mut job, 5, WorkerMessage::Ready { parameters: 10 });
-    deliver(&mut job, 5, WorkerMessage::CaughtUp { step: 0 });
+    deliver(&mut job, 5, WorkerMessage::CaughtUp { step: None });
     assert_eq!(outcome(&mut job), (vec![], Some((vec![1, 2, 3, 4, 5], false))));
     // The end of the step has not arrived from 1 at 2: worker 2 is still in generation 1, and
     // worker 3 waits for its dial in vain.

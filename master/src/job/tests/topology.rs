@@ -32,7 +32,7 @@ fn members_of_a_zone_are_neighbours_and_joiners_come_to_their_zone() {
     locate(&mut job, 5, "a");
     actions(&mut job);
     deliver(&mut job, 5, WorkerMessage::Ready { parameters: 10 });
-    deliver(&mut job, 5, WorkerMessage::CaughtUp { step: 1 });
+    deliver(&mut job, 5, WorkerMessage::CaughtUp { step: Some(1) });
     let second = membership(2, &[1, 3, 5, 2, 4], false);
     assert_eq!(memberships(&mut job).pop().unwrap().1, second);
     // The next master knows where workers are when they return, and changes nothing by itself.

@@ -100,6 +100,12 @@ impl World {
         {
             // The keepalive finally detects a silent worker, even one without neighbours.
             p.close();
+        } else if ops.is_empty()
+            && self.spec.options.worker_timeout.is_none()
+            && let Some(worker) = self.unnoticed_end()
+        {
+            self.gone.insert(worker);
+            self.event(Event::Disconnected { worker });
         } else if ops.is_empty() {
             let due = self.job.poll_timeout();
             assert!(
@@ -121,6 +127,13 @@ impl World {
             self.job.handle_timeout(self.now);
             self.drain_actions();
         }
+    }
+
+    /// A silent worker whose stream broke, which the keepalive finally detects as well.
+    fn unnoticed_end(&self) -> Option<WorkerId> {
+        let mut silent =
+            self.processes.iter().filter(|p| p.frozen && p.alive && p.searching_for_master);
+        silent.find_map(|p| p.worker.filter(|&worker| self.job.workers.is_connected(worker)))
     }
 
     /// Advances the time to the job's next timeout.
@@ -399,7 +412,7 @@ impl World {
                     donors.iter().any(|(w, _)| p.worker == Some(*w)) && !p.partitioned
                 };
                 if !self.processes[index(id)].partitioned && self.processes.iter().any(reached) {
-                    self.at(id).up.push_back(WorkerMessage::CaughtUp { step: 0 });
+                    self.at(id).up.push_back(WorkerMessage::CaughtUp { step: None });
                 }
             }
             MasterMessage::Membership(membership) => {

@@ -59,6 +59,8 @@ pub(crate) struct Follower {
     step: Option<u64>,
     /// When it was last seen to make a step, or to have that of the group.
     moved: Time,
+    /// Whether it has caught up before the first step, and has made none.
+    is_at_start: bool,
 }
 
 impl Worker {
@@ -97,13 +99,14 @@ impl Worker {
     pub(crate) fn note_step(&mut self, now: Time, step: u64, newest: Option<u64>) {
         let is_there = newest.is_none_or(|newest| step >= newest);
         if self.follower.step != Some(step) || (is_there && !self.lags(now)) {
-            self.follower = Follower { step: Some(step), moved: now };
+            let is_at_start = self.follower.is_at_start && step == 0;
+            self.follower = Follower { step: Some(step), moved: now, is_at_start };
         }
     }
 
-    /// It has caught up: what it told before is over.
-    pub(crate) fn follow_anew(&mut self) {
-        self.follower = Follower::default();
+    /// It has caught up, with a state of `step` if it has one: what it told before is over.
+    pub(crate) fn follow_anew(&mut self, step: Option<u64>) {
+        self.follower = Follower { is_at_start: step == Some(0), ..Follower::default() };
     }
 
     /// Steps that its state contained when it last told, while it is no member; `None` if it has
@@ -121,8 +124,9 @@ impl Worker {
     /// How long the group, whose newest step was at `progressed`, has made steps of which this
     /// worker, which has fetched the state, made none. `None` if it fetches the state anew.
     pub(crate) fn stuck_for(&self, progressed: Time) -> Option<Duration> {
-        let has_state = self.has_state() && self.followed_step().is_some_and(|step| step > 0);
-        has_state.then(|| progressed.since(self.follower.moved))
+        let Follower { moved, is_at_start, .. } = self.follower;
+        let follows = self.followed_step().is_some_and(|step| step > 0 || is_at_start);
+        (self.has_state() && follows).then(|| progressed.since(moved))
     }
 
     /// Restarts its wait, if it waits: what it waited for has arrived.

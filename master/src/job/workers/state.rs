@@ -36,6 +36,8 @@ pub(crate) struct Launch {
     is_unresponsive: bool,
     /// Whether a rule of the user for its end is applied already.
     is_ruled: bool,
+    /// Whether the user has been told that it is a spare.
+    is_known_spare: bool,
     scheduling: Scheduling,
     /// What it waits for, if known.
     waits_for: Option<String>,
@@ -293,6 +295,11 @@ impl Launch {
     /// A rule of the user for its end is applied: no other one is.
     pub(crate) fn note_ruled(&mut self) {
         self.is_ruled = true;
+    }
+
+    /// The user is told that it is a spare. Returns whether that is news.
+    pub(crate) fn note_spare(&mut self) -> bool {
+        !std::mem::replace(&mut self.is_known_spare, true)
     }
 
     /// Its exit is no failure.

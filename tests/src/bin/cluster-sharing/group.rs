@@ -116,7 +116,7 @@ impl Group {
             orders.push(Order::Send(worker, formed));
         }
         if !is_member {
-            let caught_up = WorkerMessage::CaughtUp { step: self.step };
+            let caught_up = WorkerMessage::CaughtUp { step: Some(self.step) };
             let fetched = self.holders.contains(&worker).then_some(caught_up);
             let ready = WorkerMessage::Ready { parameters: PARAMETERS };
             orders.extend(fetched.into_iter().chain([ready]).map(|m| Order::Send(worker, m)));
@@ -179,7 +179,7 @@ impl Group {
         if self.holders.is_empty() {
             return Vec::new();
         }
-        let step = self.step;
+        let step = Some(self.step);
         let fetched = std::mem::take(&mut self.fetching);
         self.holders.extend(&fetched);
         fetched.into_iter().map(|id| Order::Send(id, WorkerMessage::CaughtUp { step })).collect()
