@@ -89,7 +89,7 @@ impl Job {
     }
 
     fn on_state_lost(&mut self, now: Time, records: u64) {
-        let step = self.data.step();
+        let step = self.newest_step();
         self.note_state_lost(records);
         // The whole text has been logged.
         let cause = self
@@ -134,8 +134,14 @@ impl Job {
 
     /// Counts the loss of the newest state, of so many records, without a checkpoint.
     pub(crate) fn note_state_lost(&mut self, records: u64) {
-        self.reporting.lose_state(self.data.step(), records);
+        self.reporting.lose_state(self.newest_step(), records);
         self.out.mark_dirty();
+    }
+
+    /// The newest step that a worker has told of: a group that gives up its state knows of more
+    /// than the lowest rank has reported before.
+    pub(crate) fn newest_step(&self) -> u64 {
+        self.data.step().max(self.reporting.given_up().unwrap_or(0))
     }
 
     /// Whether any worker may have the group's state, or is a member of a group that has.

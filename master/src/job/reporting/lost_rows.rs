@@ -31,6 +31,11 @@ impl JobHistory {
         self.lost_touches.is_some()
     }
 
+    /// The step of a state that the group gives up, because rows are lost.
+    pub(crate) fn given_up(&self) -> Option<u64> {
+        self.lost_touches.and(self.totals.rows_lost).map(|lost| lost.at_step)
+    }
+
     /// The group that has lost rows goes on with older ones, which miss so many touches.
     pub(crate) fn replace_rows(&mut self, missing: u64) {
         self.lost_touches = None;

@@ -68,7 +68,7 @@ impl Job {
     }
 
     pub(crate) fn on_checkpoint_news(&mut self, now: Time, worker: WorkerId, news: CheckpointNews) {
-        let last = self.data.step();
+        let last = self.newest_step();
         let touches = match &news {
             CheckpointNews::Restored { row_touches, .. } => {
                 self.reporting.regain_rows(*row_touches)

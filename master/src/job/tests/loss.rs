@@ -137,6 +137,8 @@ fn lost_rows_are_told_with_the_touches_that_are_made_again() {
     let summary = job.summary(at(0));
     let lost = RowsLoss { count: 1, at_step: 3, row_touches: 30, missing: None };
     assert_eq!((summary.rows_lost, summary.state_lost), (Some(lost), None));
+    // The lost lowest rank had reported step 2.
+    assert_eq!(summary.checkpoints.unwrap().restored[0].lost_steps, 1);
     let events = job.status(at(0)).events;
     let said =
         ["5 parts of the model's tables are lost", "30 row touches are lost, and made again"];
