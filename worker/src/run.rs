@@ -240,6 +240,7 @@ fn prepare<M: Model>(
                 let described = described.and_then(|(mut reader, dataset)| {
                     report_skipped(&dataset.skipped, control);
                     check_places(options)?;
+                    training::check_model(model, options)?;
                     inference::try_first(model, &options.work, &mut reader, &dataset)?;
                     try_twice(model, options, &mut reader, &dataset)?;
                     *probe = Checkpointing::check(options, job, &dataset, model)?;

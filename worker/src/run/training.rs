@@ -94,15 +94,10 @@ impl Training<'_> {
         let prefetch = Prefetch::new(reader, ahead)
             .map_err(|error| Failure::local(format!("no thread for the reader: {error}")))?;
         let shards = options.shard_optimizer;
-        if shards {
-            check_sharding(&mut model, &*rule, &specs).map_err(Failure::fatal)?;
-        }
-        if options.audit > 0 {
-            check_audited(&mut model, &specs).map_err(Failure::fatal)?;
-        }
+        check_model(&mut model, options).map_err(Failure::fatal)?;
         let is_half = options.param_dtype == ParamDtype::Bf16;
-        if is_half {
-            begin_half(&mut model, shards).map_err(Failure::fatal)?;
+        if let Some(half) = model.as_half_model().filter(|_| is_half) {
+            call_user("build()", || half.begin()).map_err(Failure::fatal)?;
         }
         let on_host = |state| Tensors::Host { group: None, state };
         let tensors = match shards {
@@ -120,7 +115,6 @@ impl Training<'_> {
         let mut session = Session::new(worker, plan).on_gpu(tensors.is_on_gpu()).of(origin);
         session.ready(size.parameters as u64);
         let machine: Arc<dyn Machine> = Arc::new(System);
-        check_options(&specs, options).map_err(Failure::fatal)?;
         let mut tables = RowTables::new(worker.0, options, specs);
         if let (Some(tables), Some(_)) = (&mut tables, model.as_bridge()) {
             // A program's thread computes; it can't name the ids of the next step meanwhile.
@@ -184,6 +178,24 @@ fn plan_of(options: &WorkerOptions, dataset: &Dataset, evaluation: Option<&Plan>
     }
 }
 
+/// Checks that the model can be trained with the options, before there is work to lose.
+pub(super) fn check_model<M: Model>(model: &mut M, options: &WorkerOptions) -> Result<(), String> {
+    if !options.work.trains() {
+        return Ok(());
+    }
+    let (rule, tables) = (rule_of(model)?, tables_of(model)?);
+    if options.shard_optimizer {
+        check_sharding(model, &*rule, &tables)?;
+    }
+    if options.audit > 0 {
+        check_audited(model, &tables)?;
+    }
+    if options.param_dtype == ParamDtype::Bf16 {
+        check_half(model, options.shard_optimizer)?;
+    }
+    check_options(&tables, options)
+}
+
 /// Checks that the options go with the model's tables, if it has any.
 fn check_options(tables: &[Table], options: &WorkerOptions) -> Result<(), String> {
     if let (Some(_), true) = (options.export_changes_since, tables.is_empty()) {
@@ -227,13 +239,13 @@ fn check_sharding<M: Model>(
     Err(format!("--shard-optimizer can't be used for this job: {why}; train it without"))
 }
 
-/// The model computes with parameters in bf16 from here on.
-fn begin_half<M: Model>(model: &mut M, shards_optimizer: bool) -> Result<(), String> {
+/// Checks that the model can compute with parameters in bf16.
+fn check_half<M: Model>(model: &mut M, shards_optimizer: bool) -> Result<(), String> {
     let is_on_gpu = is_on_gpu(model);
     let why = match model.as_half_model() {
         _ if !shards_optimizer => "it needs --shard-optimizer",
         _ if is_on_gpu => "the model computes on a GPU",
-        Some(half) => return call_user("build()", || half.begin()),
+        Some(_) => return Ok(()),
         None => "only candle models have parameters of that type",
     };
     Err(format!("--param-dtype bf16 can't be used for this job: {why}"))
