@@ -429,6 +429,7 @@ impl World {
                 self.oracle.coverage.stopped += 1;
                 Ok(())
             }
+            Some(Outcome::Failed) if self.lacks_last_checkpoint() => self.check_final(),
             // The final states differ, too late for a step or a checkpoint to show it.
             Some(Outcome::Failed) if self.processes.iter().any(|p| p.trainer.is_wrong()) => Ok(()),
             other => Err(format!(
@@ -446,6 +447,15 @@ impl World {
             Some(_) => Err("the job has ended, and has a timeout".into()),
             None => Ok(()),
         }
+    }
+
+    /// Whether the job has failed because its last state is in no checkpoint, and it is in none.
+    fn lacks_last_checkpoint(&self) -> bool {
+        let summary = self.master.job.summary(self.time());
+        let newest = self.checkpoint_store.complete.last_key_value();
+        let is_in_none = newest.is_none_or(|((step, _), _)| *step < summary.steps);
+        let error = summary.error.unwrap_or_default();
+        error.starts_with("no checkpoint in vault has the model") && is_in_none
     }
 
     fn check_final(&self) -> Result<(), String> {

@@ -59,6 +59,8 @@ impl Probe {
                 folders.for_each(|folder| drop(fs::read_dir(folder)));
             }
             if pause_unless_stopped(stops, PAUSE) {
+                let folder = storage.address();
+                tracing::warn!(folder, "this worker ends before it has seen the job's checkpoints");
                 break;
             }
         }

@@ -1,5 +1,5 @@
-//! Results that a stopped job does not have, an evaluation or an export: an event says which, and
-//! how the user gets them.
+//! Results that a job does not have at its end, an evaluation, an export or a checkpoint: an event
+//! says which, and how the user gets them.
 
 use elasticdl_proto::Work;
 
@@ -31,6 +31,18 @@ impl Job {
         if self.checkpoints().is_some_and(|known| known.unsaved(self.data.step()).is_some()) {
             self.reporting.explain_unsaved(why);
         }
+    }
+
+    /// Why the model of a job that has trained all it should is in no file: it is not exported, and
+    /// the last checkpoint in the user's folder could not be written.
+    pub(super) fn unwritten_model(&self) -> Option<String> {
+        let spec = self.spec.options.checkpoints.as_ref().filter(|spec| !spec.exclusive)?;
+        let known = self.checkpoints().filter(|_| !self.spec.exports())?;
+        let (_, last) = known.unsaved(self.data.step())?;
+        // Of one that had failed before, a later one may have been written unnoticed.
+        self.reporting.unwritten_checkpoint.filter(|&step| step >= last)?;
+        let error = clip(known.error.as_ref()?).to_owned();
+        Some(format!("no checkpoint in {} has the model of step {last}: {error}", spec.dir))
     }
 
     /// Says which steps of a job that has ended are in no checkpoint, and where it can be resumed.

@@ -202,7 +202,9 @@ impl Job {
             return self.end(now, Outcome::Failed, Some(error));
         }
         if missing == 0 || at_max {
-            self.end(now, Outcome::Completed, None);
+            let error = self.unwritten_model();
+            let outcome = if error.is_some() { Outcome::Failed } else { Outcome::Completed };
+            self.end(now, outcome, error);
         } else if self.lifecycle.is_stopping() {
             self.log_unevaluated(step);
             self.end(now, Outcome::Stopped, None);
@@ -239,7 +241,8 @@ impl Job {
             None => format!("the job {state} at step {}", self.data.step()),
         };
         self.log_event(line);
-        if outcome != Outcome::Completed || self.exported().is_none() {
+        let has_failed = self.checkpoints().is_some_and(|known| known.error.is_some());
+        if outcome != Outcome::Completed || self.exported().is_none() || has_failed {
             self.log_unsaved();
         }
         self.reporting.set_error(error);

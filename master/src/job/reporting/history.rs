@@ -63,6 +63,8 @@ pub(crate) struct JobHistory {
     last_failure: Option<String>,
     /// Whether the user has requested a checkpoint that has not been written yet.
     pub(super) wants_checkpoint: bool,
+    /// Step of the checkpoint that could not be written, if none has been written since.
+    pub(crate) unwritten_checkpoint: Option<u64>,
     pub(crate) late_checkpoints: LateCheckpoints,
     /// The group's final report.
     final_report: Option<Finished>,

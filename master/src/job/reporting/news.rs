@@ -88,6 +88,7 @@ impl Job {
             }
             CheckpointNews::Failed { step, error } => {
                 known.failed += 1;
+                self.reporting.unwritten_checkpoint = Some(step);
                 let error = clip(&error).to_owned();
                 // Each worker and each attempt has the same to say.
                 let is_known = known.error.replace(error.clone()).is_some();
@@ -149,6 +150,7 @@ impl Job {
             // Shown in the status only, unless others have failed: there may be very many.
             CheckpointNews::Saved { step, name, bytes, times } => {
                 known.saved += 1;
+                self.reporting.unwritten_checkpoint = None;
                 known.newest = Some(SavedCheckpoint { step, name: name.clone(), bytes });
                 // One that hung makes up for none that a group that ends has left out.
                 let makes_up = self.lifecycle.is_running() || step >= last;

@@ -4,7 +4,7 @@ use elasticdl_proto::WorkerId;
 use elasticdl_proto::WorkerOptions;
 
 use super::super::*;
-use super::directed::{actions, at, committed, connect, deliver, formed, lose, started};
+use super::directed::{actions, at, committed, connect, deliver, finished, formed, lose, started};
 use crate::job::testing::spec;
 
 pub(super) fn kept() -> JobSpec {
@@ -211,6 +211,33 @@ fn a_job_that_ends_says_which_steps_are_in_no_checkpoint_and_why_and_where_its_m
                       complete; the model of step 1 is in a checkpoint: elasticdl convert \
                       /c/step-1 /m -- PROGRAM";
     assert!(events.contains(&unexported.to_owned()), "{events:?}");
+}
+
+#[test]
+fn a_job_whose_model_is_in_no_file_fails_and_any_other_says_what_no_checkpoint_has() {
+    let ended = |export: Option<&str>, exclusive| {
+        let work = Work::Train { export: export.map(Into::into) };
+        let mut options = WorkerOptions { work, ..kept().options };
+        options.checkpoints.as_mut().unwrap().exclusive = exclusive;
+        let mut job = started(JobSpec { num_workers: 1, options, ..kept() }, &[20]);
+        news(&mut job, saved(1));
+        news(&mut job, CheckpointNews::Failed { step: 9, error: "disk full".into() });
+        let WorkerMessage::Finished(last) = finished(1, 9, 5) else { unreachable!() };
+        let exported = export.is_some();
+        deliver(&mut job, 1, WorkerMessage::Finished(Finished { exported, ..last }));
+        let line = "steps 2 to 9 are in no checkpoint (disk full); the job can be resumed from \
+                    /c/step-1";
+        let events = job.status(at(0)).events;
+        assert!(events.contains(&line.to_owned()), "{events:?}");
+        (job.status(at(0)).events, job.summary(at(0)).error)
+    };
+    let error = ended(None, false).1.unwrap();
+    assert_eq!(error, "no checkpoint in /c has the model of step 9: disk full");
+    for (export, exclusive) in [(Some("/m"), false), (None, true)] {
+        let (events, error) = ended(export, exclusive);
+        let completed = "the job completed at step 9".to_owned();
+        assert!(error.is_none() && events.contains(&completed), "{events:?}");
+    }
 }
 
 #[test]
