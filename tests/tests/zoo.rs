@@ -69,13 +69,13 @@ fn a_new_crate_passes_its_tests_and_trains() {
     let near = ["0.49", "0.50", "0.51"].map(|bias| format!("y = 2.00·x - {bias}"));
     let is_near = line.is_some_and(|line| near.iter().any(|near| near == line));
     assert!(is_near, "{}", ended.output);
-    // A setting out of range ends the job before its first step.
+    // A setting out of range is refused.
     let wrong = [program.as_os_str(), "--learning-rate=-1".as_ref()];
     let job = Job::new(ELASTICDL, folder.path().join("wrong"), wrong)
         .option("num-workers", "1")
         .option("training-data", path.join("data"));
     let ended = job.run();
-    assert_eq!((ended.code, ended.summary().steps), (Some(1), 0), "{}", ended.output);
+    assert_eq!((ended.code, ended.summary().steps), (Some(2), 0), "{}", ended.output);
     let expected = "optimizer() failed: learning_rate is -1, but must be at least 0 and finite";
     assert!(ended.output.contains(expected), "{}", ended.output);
     fs::remove_file(program).unwrap();

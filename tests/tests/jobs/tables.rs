@@ -214,7 +214,7 @@ fn what_stands_where_rows_are_to_be_exported_is_found_before_training() {
         (command(&other), "n.safetensors.tables, and a file of this name is there"),
     ] {
         let ended = command.run();
-        ended.assert_outcome(1, "failed");
+        assert_eq!(ended.code, Some(2), "{}", ended.output);
         assert!(ended.output.contains(said), "{}", ended.output);
     }
     assert_eq!(exported_rows(&model, "counts"), whole);
