@@ -137,10 +137,14 @@ class State:
                     value.load_state_dict(decode(objects[name], self._copied))
 
     def _named_groups(self):
-        """A digest of the names of the parameters of each group."""
-        names = iter(self._names)
-        of_groups = [sorted(next(names) for _ in group["params"]) for group in self._groups]
-        return [hashlib.sha256(repr(each).encode()).hexdigest()[:16] for each in of_groups]
+        """A name for each group of parameters, with a digest of theirs."""
+        names, named = iter(self._names), []
+        for at, group in enumerate(self._groups):
+            own = [name for _, name in sorted(next(names) for _ in group["params"])]
+            digest = hashlib.sha256(repr(own).encode()).hexdigest()[:12]
+            few = ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")
+            named.append(f"parameter group {at} with {few or 'no parameters'} ({digest})")
+        return named
 
     def _check_groups(self, saved):
         own = self._own_groups
@@ -153,11 +157,10 @@ class State:
         at = next((at for at, (there, here) in pairs if there not in (None, here)), None)
         if at is None:
             return
-        where = f"has place {saved.index(own[at])}" if own[at] in saved else "is not"
         raise RuntimeError(
-            f"parameter group {at} of this program's optimizer {where} in the group's state; give "
-            "the optimizer the same groups of parameters, in the same order, as schedulers and "
-            "settings go by it"
+            f"this program's optimizer has {own[at]}, and that of the group's state {saved[at]}; "
+            "give it the same groups of parameters, in the same order, as schedulers and settings "
+            "go by it"
         )
 
     def _refuse_more(self):
@@ -194,9 +197,11 @@ class State:
         for entry in self._tensors:
             name = ".".join(map(str, entry.name))
             parts.append((f"job.state {name}", start + entry.at // 4, entry.floats, None))
+        # The settings go by the groups, which a state of other groups does not fit.
+        named = [(name, start, 0, None) for name in self._own_groups]
         text = start + self._text // 4
         settings = "the settings and objects", text, start + self.floats - text, 0.0
-        return [*parts, *flags, settings]
+        return [*parts, *flags, *named, settings]
 
     def _found(self):
         """Path and tensor of the tensors of objects that can be in the memory."""

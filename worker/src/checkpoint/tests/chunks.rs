@@ -312,7 +312,7 @@ fn a_state_with_other_parts_is_refused_by_their_names() {
     assert!(refused(|parts| drop(parts.remove(2))).contains("has v, and this job's has not"));
     assert!(refused(|parts| parts[2].name = "w".into()).contains("has v, and this job's has not"));
     assert!(
-        refused(|parts| parts.push(part("max", 0, 0, None)))
+        refused(|parts| parts.push(part("max", 0, 1, None)))
             .contains("lacks max, which this job's has; both must have the same")
     );
     assert!(refused(|p| p[3].len = 9).contains("m has 9900 floats in its state, and 9 in"));
