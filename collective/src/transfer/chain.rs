@@ -12,9 +12,9 @@
 //! take 111 µs at 3 ranks (ring 86), 128 at 4 (97), 221 at 6 (319), 280 at 8 (419); 96 KiB take 502
 //! µs at 6 (321), 575 at 8 (489). With cost α per message and β per byte, a chain takes world·(α +
 //! β·bytes) and a ring 2·(world−1)·(α + β·bytes/world). The two are equal at about α/β bytes: 20 KB
-//! at 20 µs and 1 GB/s, more where ranks share cores and α grows. Of four ranks on 2 cores, in turns
+//! at 20 µs and 1 GB/s, more where ranks share cores and α grows. Four ranks on 2 cores, in turns
 //! with chains and the ring: 53 µs for 4 KiB (chains 46), 82 for 32 KiB (83), 126 for 48 KiB (ring
-//! 259), 208 for 64 KiB (234). Where each rank has a core, half as many messages in sequence count.
+//! 259), 208 for 64 KiB (234). Where each rank has a core, half as many messages follow each other.
 //!
 //! **Invariant:** the total is computed once, at rank 0, and copied from there. With two ranks and
 //! with four, all add the same contributions in the same order.
