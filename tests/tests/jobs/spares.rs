@@ -1,5 +1,6 @@
 //! Spares that are stopped, lost together with members, before the first step or beside a lost
-//! master cost no record, with tables and sharded optimizers too; each is told and counted.
+//! master cost no record, with tables and sharded optimizers too; each is counted, and named by an
+//! event.
 
 use elasticdl_proto::{Status, WorkerId};
 use elasticdl_tests::{JobFixture, Running, send};

@@ -36,7 +36,7 @@ pub(crate) struct Launch {
     is_unresponsive: bool,
     /// Whether a rule of the user for its end is applied already.
     is_ruled: bool,
-    /// Whether the user has been told that it is a spare.
+    /// Whether an event has named it as a spare.
     is_known_spare: bool,
     scheduling: Scheduling,
     /// What it waits for, if known.
@@ -297,7 +297,7 @@ impl Launch {
         self.is_ruled = true;
     }
 
-    /// The user is told that it is a spare. Returns whether that is news.
+    /// Marks that an event has named it as a spare. Returns whether none had.
     pub(crate) fn note_spare(&mut self) -> bool {
         !std::mem::replace(&mut self.is_known_spare, true)
     }
