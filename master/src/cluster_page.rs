@@ -13,12 +13,11 @@ use tokio::time::Instant;
 use crate::dashboard::{PageCommand, RemotePage, ScaleLimits, StoredHistory, report_of};
 use crate::exit::{Failure, cannot};
 use crate::job::JobSpec;
-use crate::kube::anchor::{self, Anchor, AnchorEvent, Data, HISTORY, NUM_WORKERS, STOP, SUMMARY};
+use crate::kube::anchor::{self, Anchor, AnchorEvent, Data, HISTORY, STOP, SUMMARY};
 use crate::kube::client::Cluster;
 use crate::kube::inspection;
-use crate::kube::objects::Task;
 use crate::kube::requests::request;
-use crate::kube::silence;
+use crate::kube::{scaling, silence};
 
 /// The page of a job, which this process serves until the value is dropped.
 #[derive(Debug)]
@@ -44,7 +43,7 @@ impl ClusterPage {
         let age = anchor::age(&read.metadata, cluster.now().await);
         let data = read.data.unwrap_or_default();
         let unreadable = || Failure::failed("the job's options in its ConfigMap can't be read");
-        let spec = Task::in_anchor(&data).ok_or_else(unreadable)?.job;
+        let spec = scaling::task(&data).ok_or_else(unreadable)?.job;
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await.map_err(|error| {
             let wanted = "choose another";
             Failure::usage(format!("can't serve the page on --port {port}: {error}; {wanted}"))
@@ -94,11 +93,14 @@ impl ClusterPage {
                             self.page.end().await;
                             return Ok(());
                         }
+                        if let Some(task) = scaling::task(&data) {
+                            self.spec = task.job;
+                        }
                         latest = data;
                     }
                 },
                 Some(request) = self.page.requests.recv() => {
-                    let answer = self.carry_out(request.command).await;
+                    let answer = self.carry_out(&latest, request.command).await;
                     // The page may have been closed.
                     let _ = request.reply.send(answer);
                 }
@@ -115,19 +117,18 @@ impl ClusterPage {
         }
     }
 
-    async fn carry_out(&self, command: PageCommand) -> Result<String, String> {
-        let (key, value) = match command {
+    async fn carry_out(&self, data: &Data, command: PageCommand) -> Result<String, String> {
+        let keys = match command {
             PageCommand::Inspect => {
                 let asked = inspection::ask(&self.cluster, &self.job).await;
                 return asked.map(|found| found.to_string()).map_err(|error| error.to_string());
             }
             PageCommand::Scale(num_workers) => {
-                self.spec.check_scale(num_workers)?;
-                (NUM_WORKERS, num_workers.to_string())
+                scaling::rescale(data, &self.spec, num_workers.into())?.keys
             }
-            PageCommand::Stop => (STOP, "true".into()),
+            PageCommand::Stop => Data::from([(STOP.into(), "true".into())]),
         };
-        let requested = request(&self.cluster, &self.anchor, key, value).await;
+        let requested = request(&self.cluster, &self.anchor, keys).await;
         requested.map(|()| String::new()).map_err(|error| error.to_string())
     }
 }
@@ -160,8 +161,8 @@ mod tests {
     use crate::dashboard::{History, pack};
     use crate::job::testing::spec;
     use crate::job::{Job, Time};
-    use crate::kube::anchor::STATUS;
-    use crate::kube::objects::{METRICS_PORT, TASK};
+    use crate::kube::anchor::{NUM_WORKERS, STATUS};
+    use crate::kube::objects::{METRICS_PORT, TASK, Task};
     use crate::kube::testing::FakeServer;
 
     /// Sends a request to the page with this link.

@@ -35,7 +35,8 @@ pub(crate) use self::inspection::Inspector;
 use self::inspection::{Inspections, LastMessages};
 use crate::backend_event::BackendEvent;
 use crate::job::{
-    Action, ConnectionId, Event, Job, JobSpec, LaunchId, Outcome, PersistedJob, Summary, Time,
+    Action, ConnectionId, Event, Job, JobSpec, LaunchId, Outcome, PersistedJob, Scaling, Summary,
+    Time,
 };
 use crate::job_store::JobStore;
 use crate::jobdir::ProcessIdentity;
@@ -121,8 +122,8 @@ pub enum UserCommand {
     Kill,
     /// Start workers again.
     Resume,
-    /// Keep this many workers.
-    Scale(u32),
+    /// Change the number of workers, or its limits.
+    Scale(Scaling),
     /// Finish the step, then stop.
     Stop,
     /// Write a checkpoint, end all workers, and wait for [`UserCommand::Resume`].
@@ -324,8 +325,8 @@ impl Master {
                         }
                         break self.job.outcome().unwrap_or(Outcome::Stopped);
                     }
-                    UserCommand::Scale(num_workers) => {
-                        let done = self.scale(num_workers).map(drop);
+                    UserCommand::Scale(change) => {
+                        let done = self.scale(change).map(drop);
                         self.notice_refusal(done);
                     }
                     UserCommand::Resume | UserCommand::Suspend => {
@@ -540,9 +541,9 @@ impl Master {
                 }
             }
             ServerEvent::Inspect { reply } => self.on_inspect(reply),
-            ServerEvent::Scale { num_workers, reply } => {
+            ServerEvent::Scale { change, reply } => {
                 // The client may have disconnected.
-                let _ = reply.send(self.scale(num_workers).map_err(Status::invalid_argument));
+                let _ = reply.send(self.scale(change).map_err(Status::invalid_argument));
             }
             ServerEvent::Status { reply } => {
                 // The client may have disconnected.

@@ -23,7 +23,7 @@ use crate::dashboard::JobOptions;
 use crate::event_loop::{JobResult, Master, MasterParts, restore};
 use crate::exit::{Failure, cannot};
 use crate::exporters::Exporters;
-use crate::job::{Event, Job, JobSpec, Time};
+use crate::job::{Event, Job, JobSpec, Snapshot, Time};
 use crate::job_store::JobStore;
 use crate::jobdir::neighbours::Turn;
 use crate::jobdir::{self, AbandonedJob, JobDir, JobDirError, JobStart, ProgramCopy};
@@ -124,7 +124,8 @@ impl LocalMaster {
             info!("{text}");
             progress.notice(Time::default(), text);
         }
-        let spec = self.spec.clone();
+        let mut spec = self.spec.clone();
+        let shown = published.clone();
         let events = self.start.tensorboard_dir.as_deref().map(Path::new);
         let is_tracked = !self.is_apart;
         let variable = |name: &str| std::env::var(name).ok().filter(|_| is_tracked);
@@ -158,6 +159,11 @@ impl LocalMaster {
                     }
                 }
                 Some(request) = requested.recv() => {
+                    // Users may have changed them since.
+                    if let Some(Snapshot { status, .. }) = &*shown.borrow() {
+                        spec.min_workers = status.workers_min;
+                        spec.max_workers = status.workers_max;
+                    }
                     page::handle(request, &spec, &mut escalation, &commands, &inspector);
                 }
             }

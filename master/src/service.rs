@@ -36,7 +36,7 @@ use tonic::service::interceptor::InterceptedService;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::debug;
 
-use crate::job::{self, ConnectionId};
+use crate::job::{self, ConnectionId, Scaling};
 use crate::listener::{Identity, ServerConfig};
 use crate::token::Token;
 
@@ -53,8 +53,8 @@ pub(crate) enum ServerEvent {
     Inspect { reply: oneshot::Sender<Inspection> },
     /// A stream sent a message after its hello.
     Message { connection: ConnectionId, message: WorkerMessage },
-    /// A command sets the desired number of workers; the reply is the previous number.
-    Scale { num_workers: u32, reply: oneshot::Sender<Result<u32, Status>> },
+    /// A command changes the number of workers, or its limits; the reply is the previous number.
+    Scale { change: Scaling, reply: oneshot::Sender<Result<u32, Status>> },
     /// A command requests the status of the job.
     Status { reply: oneshot::Sender<job::Status> },
     /// A command suspends or resumes the job; the reply is whether that was so already.
@@ -319,9 +319,10 @@ impl Master for Service {
     }
 
     async fn scale(&self, request: Request<ScaleRequest>) -> Result<Response<ScaleReply>, Status> {
-        let num_workers = request.into_inner().num_workers;
+        let ScaleRequest { num_workers, min_workers, max_workers } = request.into_inner();
+        let change = Scaling { num_workers, min_workers, max_workers };
         let (reply, answer) = oneshot::channel();
-        self.events.send(ServerEvent::Scale { num_workers, reply }).await.map_err(|_| ending())?;
+        self.events.send(ServerEvent::Scale { change, reply }).await.map_err(|_| ending())?;
         let was = answer.await.map_err(|_| ending())??;
         Ok(Response::new(ScaleReply { was }))
     }

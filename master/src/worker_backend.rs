@@ -48,6 +48,15 @@ impl WorkerBackend {
         }
     }
 
+    /// From now on the first `min_workers` workers are the core of the job.
+    pub(crate) fn set_core(&self, min_workers: u32) {
+        match self {
+            Self::Pods(pods) => pods.set_core(min_workers),
+            // Processes have no priority.
+            Self::Processes(_) => {}
+        }
+    }
+
     /// Takes over a launch that a former master started.
     pub(crate) fn adopt(&mut self, launch: LaunchId, process: Option<ProcessIdentity>) {
         match self {

@@ -68,6 +68,12 @@ pub struct Status {
     pub stop_reason: Option<String>,
     /// Number of workers that the job keeps: what the user wants, or what `--autoscale` has found.
     pub workers_desired: u32,
+    /// Minimum number of workers: with fewer, training pauses.
+    #[serde(default)]
+    pub workers_min: u32,
+    /// Maximum number of workers that the job keeps; 0 if its release does not tell.
+    #[serde(default)]
+    pub workers_max: u32,
     /// The spares; `None` without `--spares`.
     #[serde(default)]
     pub spares: Option<Spares>,
@@ -359,6 +365,8 @@ pub(crate) mod tests {
             shards: Some(ShardCounts { todo: 5, leased: 3, done: 2 }),
             stop_reason: Some("the deadline has passed".into()),
             workers_desired: 2,
+            workers_min: 1,
+            workers_max: 4,
             spares: Some(Spares { desired: 2, caught_up: 1, promoted: 3 }),
             autoscale: Some("2 workers make 20000 records/s; trying 3".into()),
             workers: vec![worker],
@@ -468,6 +476,8 @@ pub(crate) mod tests {
             "events": ["generation 2: 1 worker"], "events_emitted": 7, "events_at_s": [1.5],
         });
         expected["memberships"][0]["promoted"] = json!([5]);
+        expected["workers_min"] = json!(1);
+        expected["workers_max"] = json!(4);
         expected["spares"] = json!({"desired": 2, "caught_up": 1, "promoted": 3});
         expected["metrics"] = json!({"accuracy": 0.625});
         // One invocation of the macro has a limit.

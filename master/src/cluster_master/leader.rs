@@ -21,7 +21,7 @@ use crate::exit::{
     EXIT_DAMAGED, EXIT_FAILED, EXIT_TERMINATED, EXIT_USAGE, Failure, cannot, code_of_summary,
 };
 use crate::exporters::Exporters;
-use crate::job::{Job, Snapshot};
+use crate::job::{Job, PersistedJob, Scaling, Snapshot};
 use crate::job_store::JobStore;
 use crate::kube::anchor::{
     Anchor, AnchorEvent, AnchorWriter, Data, DesiredState, MASTER, RECORD, StopRequest,
@@ -132,7 +132,7 @@ impl Leader<'_> {
             table_servers: table_server.map(|pod| (task.job.server_slots().start, pod)),
             anchor: meta,
             master: address,
-            min_workers: task.job.min_workers,
+            min_workers: record.as_ref().map_or(&task.job, PersistedJob::spec).min_workers,
             priority_tiers: task.priority_tiers,
             gang: task.gang,
         };
@@ -368,8 +368,8 @@ fn own_address(variable: impl Fn(&str) -> Option<String>) -> Option<SocketAddr> 
 
 /// Commands to the master that follow from a change of the desired state.
 pub(super) fn changes(before: DesiredState, now: DesiredState) -> Vec<UserCommand> {
-    let scale =
-        now.num_workers.filter(|_| now.num_workers != before.num_workers).map(UserCommand::Scale);
+    let scaling = now.scaling.since(before.scaling);
+    let scale = (scaling != Scaling::default()).then_some(UserCommand::Scale(scaling));
     let suspend = now.suspend.filter(|_| now.suspend != before.suspend);
     let suspend = suspend.map(|suspend| match suspend {
         true => UserCommand::Suspend,

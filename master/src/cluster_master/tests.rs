@@ -3,6 +3,7 @@ mod api_budget;
 use super::leader::changes;
 use super::submitted::next_incarnation;
 use crate::event_loop::UserCommand;
+use crate::job::Scaling;
 use crate::kube::anchor::{DesiredState, StopRequest};
 
 #[test]
@@ -22,12 +23,17 @@ fn an_incarnation_that_a_user_has_edited_never_falls_below_that_of_the_lease() {
 #[test]
 fn each_request_is_passed_on_once() {
     let none = DesiredState::default();
-    let four = DesiredState { num_workers: Some(4), ..none };
+    let four = DesiredState { scaling: 4.into(), ..none };
     let stop = DesiredState { stop: Some(StopRequest::AtStep), ..four };
-    assert_eq!(changes(none, four), [UserCommand::Scale(4)]);
+    assert_eq!(changes(none, four), [UserCommand::Scale(4.into())]);
     assert_eq!(changes(four, four), []);
     assert_eq!(changes(four, stop), [UserCommand::Stop]);
-    assert_eq!(changes(none, stop), [UserCommand::Scale(4), UserCommand::Stop]);
+    // The number is not requested again with a limit: a policy may have changed it since.
+    let most = Scaling { max_workers: Some(9), ..Scaling::default() };
+    let limited = DesiredState { scaling: most.or(four.scaling), ..four };
+    assert_eq!(changes(four, limited), [UserCommand::Scale(most)]);
+    assert_eq!(changes(none, limited), [UserCommand::Scale(limited.scaling)]);
+    assert_eq!(changes(none, stop), [UserCommand::Scale(4.into()), UserCommand::Stop]);
     assert_eq!(changes(stop, none), []);
     let forced = DesiredState { stop: Some(StopRequest::AtOnce), ..stop };
     assert_eq!(changes(stop, forced), [UserCommand::Kill]);

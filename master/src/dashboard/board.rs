@@ -79,14 +79,15 @@ impl Board {
     pub(super) fn with<T>(&self, read: impl FnOnce(&Page<'_>) -> T) -> Option<T> {
         let contents = self.lock();
         let live = !*self.ended.borrow();
+        let status = contents.status.as_ref()?;
         Some(read(&Page {
             version: contents.version,
             live,
             at_s: contents.at_s,
-            status: contents.status.as_ref()?,
+            status,
             summary: None,
             history: &contents.history,
-            scale: self.scale.filter(|_| live),
+            scale: self.scale.filter(|_| live).map(|limits| limits.of_status(status)),
         }))
     }
 

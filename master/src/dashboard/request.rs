@@ -1,5 +1,6 @@
 //! What users request through the page.
 
+use elasticdl_proto::Status;
 use serde::Serialize;
 use tokio::sync::oneshot;
 
@@ -31,6 +32,16 @@ pub(crate) struct ScaleLimits {
     pub(crate) max: u32,
     /// Workers of a pod.
     pub(crate) step: u32,
+}
+
+impl ScaleLimits {
+    /// The limits that a status reports: users may have changed them.
+    pub(crate) fn of_status(self, status: &Status) -> Self {
+        match status.workers_max {
+            0 => self,
+            max => Self { min: status.workers_min, max, ..self },
+        }
+    }
 }
 
 impl From<&JobSpec> for ScaleLimits {

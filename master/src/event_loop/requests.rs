@@ -1,7 +1,7 @@
 //! What users request of a running job, whether by a command or by a signal.
 
 use super::Master;
-use crate::job::Event;
+use crate::job::{Event, Scaling};
 
 impl Master {
     /// Requests a checkpoint from the group. Returns the newest committed step.
@@ -26,12 +26,13 @@ impl Master {
         Ok(self.job.step())
     }
 
-    /// Changes the desired number of workers. Returns the previous number.
-    pub(super) fn scale(&mut self, num_workers: u32) -> Result<u32, String> {
-        self.job.spec().check_scale(num_workers)?;
+    /// Changes the desired number of workers, or its limits. Returns the previous number.
+    pub(super) fn scale(&mut self, change: Scaling) -> Result<u32, String> {
         let now = self.now();
         let was = self.job.status(now).workers_desired;
-        self.job.handle(now, Event::Scale { num_workers });
+        self.job.spec().scaled(was, change)?;
+        self.job.handle(now, Event::Scale(change));
+        self.backend.set_core(self.job.spec().min_workers);
         Ok(was)
     }
 

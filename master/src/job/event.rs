@@ -8,6 +8,8 @@ pub use elasticdl_proto::{
 };
 use elasticdl_proto::{Location, WorkerId};
 
+use super::scaling::Scaling;
+
 /// Id of an open stream, assigned by the shell before the stream belongs to a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ConnectionId(pub u64);
@@ -124,11 +126,8 @@ pub enum Event {
     },
     /// The user resumes a suspended job.
     Resume,
-    /// The user changes the number of workers (already validated against min and max).
-    Scale {
-        /// Workers to keep.
-        num_workers: u32,
-    },
+    /// The user changes the number of workers, or its limits, as far as the job can.
+    Scale(Scaling),
     /// The user stops the job at the end of a step.
     Stop,
     /// The user ends the job at once, whatever its workers do.

@@ -131,7 +131,7 @@ impl Job {
             Event::Message { worker, message } => self.on_message(now, worker, message),
             Event::ProcessEnded { launch, exit } => self.on_process_ended(now, launch, &exit),
             Event::Resume => self.on_resume(now),
-            Event::Scale { num_workers } => self.on_scale(now, num_workers),
+            Event::Scale(change) => self.on_scale(now, change),
             Event::Stop => self.on_stop_requested(now),
             Event::StopNow => self.on_stop_now(),
             Event::Suspend => self.on_suspend(now),

@@ -73,6 +73,7 @@ mod lifecycle;
 mod outbox;
 mod policies;
 mod reporting;
+mod scaling;
 mod spec;
 #[cfg(test)]
 pub(crate) mod testing;
@@ -102,6 +103,7 @@ pub use reporting::counters::{Counters, End, Histogram, Recoveries};
 pub use reporting::lifetimes::{WorkerLifetime, WorkerTimes};
 pub use reporting::traced::{Interval, Traced};
 pub use reporting::views::Snapshot;
+pub use scaling::Scaling;
 pub use spec::{
     Batch, CheckpointEvery, CheckpointSpec, Format, JobSpec, LinkEncryption, OnNonfinite,
     OnRowsLost, ParamDtype, Shuffle, ShuffleMode, SpecError, ValidationSpec, WireDtype, Work,

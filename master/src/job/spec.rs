@@ -1,7 +1,7 @@
 //! The specification of a job.
 
 use std::num::NonZeroU64;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::time::Duration;
 
 use elasticdl_proto::LogFormat;
@@ -13,6 +13,7 @@ pub use elasticdl_proto::{
 use serde::{Deserialize, Serialize};
 
 use super::policies::Policies;
+use super::scaling::Scaling;
 
 /// A job as submitted. [`JobSpec::check`] succeeds before a [`Job`](super::Job) is created from it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -106,28 +107,6 @@ impl JobSpec {
         best.is_some() || matches!(self.options.work, Work::Train { export: Some(_) })
     }
 
-    /// Checks whether the job can be scaled to `num_workers`.
-    ///
-    /// # Errors
-    /// What would be right.
-    pub fn check_scale(&self, num_workers: u32) -> Result<(), String> {
-        let Self { min_workers: min, max_workers: max, workers_per_pod: per_pod, .. } = self;
-        if !(min..=max).contains(&&num_workers) {
-            return Err(format!(
-                "this job takes {min} to {max} workers (--min-workers, --max-workers), not \
-                 {num_workers}"
-            ));
-        }
-        match num_workers.is_multiple_of(*per_pod) {
-            true => Ok(()),
-            false => Err(format!(
-                "a pod of this job holds {per_pod} workers, so it takes a multiple of {per_pod}, \
-                 not {num_workers}: {}",
-                multiples_near(num_workers, *per_pod)
-            )),
-        }
-    }
-
     /// Checks what can be checked before the data is seen.
     ///
     /// # Errors
@@ -160,7 +139,7 @@ impl JobSpec {
         if self.autoscale && !self.options.work.trains() {
             return one_of("autoscale", "true".into(), "false without training");
         }
-        if !(self.min_workers..=self.max_workers).contains(&self.num_workers) {
+        if !self.limits().contains(&self.num_workers) {
             return one_of(
                 "num_workers",
                 self.num_workers.to_string(),
@@ -192,6 +171,63 @@ impl JobSpec {
 }
 
 impl JobSpec {
+    /// The limits of the number of workers.
+    pub(crate) fn limits(&self) -> RangeInclusive<u32> {
+        self.min_workers..=self.max_workers
+    }
+
+    /// Returns the specification of this job, which keeps `wanted` workers now, after a change: it
+    /// has the new number of workers and the new limits.
+    ///
+    /// # Errors
+    /// Why the job can't be changed so, and what would be right.
+    pub fn scaled(&self, wanted: u32, change: Scaling) -> Result<Self, String> {
+        let min_workers = change.min_workers.unwrap_or(self.min_workers);
+        let max_workers = change.max_workers.unwrap_or(self.max_workers);
+        if min_workers > max_workers {
+            return Err(format!(
+                "min-workers {min_workers} is more than max-workers {max_workers}; lower the first \
+                 or raise the second"
+            ));
+        }
+        let num_workers =
+            change.num_workers.unwrap_or_else(|| wanted.clamp(min_workers, max_workers));
+        let scaled = Self { num_workers, min_workers, max_workers, ..self.clone() };
+        if !scaled.limits().contains(&num_workers) {
+            return Err(format!(
+                "this job takes {min_workers} to {max_workers} workers, not {num_workers}: \
+                 change min-workers or max-workers, too"
+            ));
+        }
+        let per_pod = self.workers_per_pod;
+        let numbers = [num_workers, min_workers, max_workers];
+        if let Some(number) = numbers.into_iter().find(|n| !n.is_multiple_of(per_pod)) {
+            return Err(format!(
+                "a pod of this job holds {per_pod} workers, so it takes a multiple of {per_pod}, \
+                 not {number}: {}",
+                multiples_near(number, per_pod)
+            ));
+        }
+        if max_workers != self.max_workers && self.options.table_servers > 0 {
+            return Err(format!(
+                "a job with table servers keeps its max-workers {}: their slots come after those \
+                 of the workers",
+                self.max_workers
+            ));
+        }
+        if min_workers != self.min_workers && self.policies.starts_core_together {
+            return Err(format!(
+                "this job keeps its min-workers {}: its scheduler places them as one group, \
+                 whose size can't change",
+                self.min_workers
+            ));
+        }
+        scaled.check().map_err(|error| error.to_string())?;
+        Ok(scaled)
+    }
+}
+
+impl JobSpec {
     /// Paths and addresses, with their fields' names: each becomes part of the persisted job.
     fn places(&self) -> Vec<(&'static str, &str)> {
         let mut places = vec![
@@ -214,6 +250,17 @@ impl JobSpec {
             Work::Train { export } => places.extend(export.as_deref().map(|path| ("export", path))),
         }
         places
+    }
+}
+
+/// The number of workers and the limits that a job was submitted with.
+impl From<&JobSpec> for Scaling {
+    fn from(spec: &JobSpec) -> Self {
+        Self {
+            num_workers: Some(spec.num_workers),
+            min_workers: Some(spec.min_workers),
+            max_workers: Some(spec.max_workers),
+        }
     }
 }
 

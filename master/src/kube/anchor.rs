@@ -7,7 +7,8 @@
 //! |---|---|---|
 //! | `task`, `worker-pod` | the user, at submission | what to train, and the worker pod template |
 //! | `table-server-pod` | the user, at submission | the pod template of table servers, if there are any |
-//! | `num-workers`, `stop`, `suspend`, `checkpoint`, `inspect` | the user, later | requests |
+//! | `num-workers`, `min-workers`, `max-workers` | the user, later | requests |
+//! | `stop`, `suspend`, `checkpoint`, `inspect` | the user, later | requests |
 //! | `requested-by` | the user, with each of them | who requested it: see `requests` |
 //! | `incarnation` | each master, at its start | number of masters so far: the fencing token |
 //! | `status`, `status-at` | the master | status of the job, as in `elasticdl status --json`; when it was written |
@@ -50,6 +51,7 @@ use super::client::{Cluster, ClusterError, is_code};
 use super::objects;
 use super::retry::retry;
 use super::watch::{Change, Selection, Watch, backoff};
+use crate::job::Scaling;
 
 /// Keys and values of an anchor.
 pub type Data = BTreeMap<String, String>;
@@ -380,8 +382,8 @@ impl AnchorWatch {
 /// Changes that the user requests through the keys of an anchor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DesiredState {
-    /// Desired number of workers.
-    pub num_workers: Option<u32>,
+    /// Desired number of workers, and its limits.
+    pub scaling: Scaling,
     /// Whether, and when, the job is to stop.
     pub stop: Option<StopRequest>,
     /// Number of the last checkpoint request. A new number requests a checkpoint.
@@ -405,7 +407,12 @@ impl DesiredState {
     /// Reads the requests from `data`. A value that can't be parsed is ignored.
     #[must_use]
     pub fn read(data: &Data) -> Self {
-        let num_workers = data.get(NUM_WORKERS).and_then(|text| text.trim().parse().ok());
+        let number = |key| data.get(key).and_then(|text| text.trim().parse().ok());
+        let scaling = Scaling {
+            num_workers: number(NUM_WORKERS),
+            min_workers: number(MIN_WORKERS),
+            max_workers: number(MAX_WORKERS),
+        };
         let stop = data.get(STOP).and_then(|text| match text.trim() {
             "true" => Some(StopRequest::AtStep),
             STOP_AT_ONCE => Some(StopRequest::AtOnce),
@@ -414,16 +421,16 @@ impl DesiredState {
         let checkpoint = data.get(CHECKPOINT).and_then(|text| text.trim().parse().ok());
         let inspect = data.get(INSPECT).and_then(|text| text.trim().parse().ok());
         let suspend = data.get(SUSPEND).and_then(|text| text.trim().parse().ok());
-        Self { num_workers, stop, checkpoint, inspect, suspend }
+        Self { scaling, stop, checkpoint, inspect, suspend }
     }
 }
 
 /// What is wrong with a request in `data` that is ignored.
 pub(crate) fn ignored_request(data: &Data) -> Option<String> {
-    let text = data.get(NUM_WORKERS)?;
-    let is_number = text.trim().parse::<u32>().is_ok();
-    (!is_number).then(|| {
-        format!("{NUM_WORKERS} is {text:?} in the job's ConfigMap, and must be a number: ignored")
+    let is_number = |text: &str| text.trim().parse::<u32>().is_ok();
+    [NUM_WORKERS, MIN_WORKERS, MAX_WORKERS].into_iter().find_map(|key| {
+        let text = data.get(key).filter(|text| !is_number(text))?;
+        Some(format!("{key} is {text:?} in the job's ConfigMap, and must be a number: ignored"))
     })
 }
 
@@ -465,6 +472,10 @@ pub(crate) const INCARNATION: &str = "incarnation";
 pub(crate) const INSPECT: &str = "inspect";
 /// Key of the name of the newest leading master's pod.
 pub(crate) const MASTER: &str = "master";
+/// Key of the desired maximum number of workers.
+pub const MAX_WORKERS: &str = "max-workers";
+/// Key of the desired minimum number of workers.
+pub const MIN_WORKERS: &str = "min-workers";
 /// Key of the desired number of workers.
 pub const NUM_WORKERS: &str = "num-workers";
 /// Key of the persisted job.
@@ -503,13 +514,14 @@ mod tests {
         };
         let all = DesiredState::read(&data(&[
             ("num-workers", " 4 "),
+            ("min-workers", "2"),
             ("stop", "true"),
             ("checkpoint", "7"),
             ("inspect", "8"),
             ("suspend", "false"),
         ]));
         let expected = DesiredState {
-            num_workers: Some(4),
+            scaling: Scaling { num_workers: Some(4), min_workers: Some(2), max_workers: None },
             stop: Some(StopRequest::AtStep),
             checkpoint: Some(7),
             inspect: Some(8),
@@ -520,7 +532,7 @@ mod tests {
         assert_eq!(forced.stop, Some(StopRequest::AtOnce));
         for nonsense in [
             data(&[]),
-            data(&[("num-workers", "many"), ("stop", "perhaps")]),
+            data(&[("num-workers", "many"), ("stop", "perhaps"), ("max-workers", "4.0")]),
             data(&[("num-workers", "-1"), ("checkpoint", "now"), ("suspend", "yes")]),
         ] {
             assert_eq!(DesiredState::read(&nonsense), DesiredState::default(), "{nonsense:?}");

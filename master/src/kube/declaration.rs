@@ -18,13 +18,15 @@ use kube::api::PostParams;
 use serde::{Deserialize, Serialize};
 use tracing::debug;
 
-use super::anchor::{Anchor, Data, NUM_WORKERS, SUSPEND};
+use super::anchor::{Anchor, Data, SUSPEND};
 use super::client::{Cluster, ClusterError};
 use super::objects::{self, Objects, Task};
 use super::requests::request;
 use super::retry::retry;
+use super::scaling::{self, Rescaling};
 use super::watch::{Change, Selection, Watch};
 use super::{events, succession};
+use crate::job::Scaling;
 
 /// The Job to which the pod of this process belongs.
 #[derive(Clone, Debug)]
@@ -54,21 +56,30 @@ pub enum Holder {
     Other,
 }
 
-/// What a declaration asks for that a job can change while it runs; `None`: what the job can't
-/// change to.
+/// What a declaration asks for that a job can change while it runs; `None`: what stays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Requested {
-    /// Number of workers.
-    pub num_workers: Option<u32>,
+pub struct Asked {
+    /// Number of workers, and its limits.
+    pub scaling: Scaling,
     /// Whether the job is suspended.
     pub suspend: Option<bool>,
+}
+
+/// What has become of a request.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Requested {
+    /// What has changed.
+    pub changed: Vec<String>,
+    /// Why the number of workers and its limits stay.
+    pub refused: Option<String>,
 }
 
 /// What a declaration has requested last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Changeable {
-    num_workers: u32,
+    #[serde(flatten)]
+    scaling: Scaling,
     suspend: bool,
 }
 
@@ -161,7 +172,7 @@ impl Declaration {
     }
 
     /// Requests of the running job `job` what the options ask for now and did not ask for before:
-    /// what users have requested meanwhile by other means stays. Returns what has changed.
+    /// what users have requested meanwhile by other means stays.
     ///
     /// # Errors
     /// [`ClusterError`].
@@ -169,34 +180,39 @@ impl Declaration {
         &self,
         job: &str,
         task: &Task,
-        asked: Requested,
-    ) -> Result<Vec<String>, ClusterError> {
+        asked: Asked,
+    ) -> Result<Requested, ClusterError> {
         let anchor = Anchor::new(&self.cluster, job);
         let data = anchor.read().await?.data.unwrap_or_default();
         let before = data.get(DECLARED).and_then(|text| serde_json::from_str(text).ok());
-        let before = before.unwrap_or(Changeable {
-            num_workers: task.job.num_workers,
+        let mut known = before.unwrap_or_else(|| Changeable {
+            scaling: Scaling::default(),
             suspend: task.job.policies.starts_suspended,
         });
-        let asked = Changeable {
-            num_workers: asked.num_workers.unwrap_or(before.num_workers),
-            suspend: asked.suspend.unwrap_or(before.suspend),
-        };
-        let mut changed = Vec::new();
-        if asked.num_workers != before.num_workers {
-            let number = asked.num_workers.to_string();
-            changed.push(format!("{NUM_WORKERS} = {number}"));
-            request(&self.cluster, &anchor, NUM_WORKERS, number).await?;
+        known.scaling = known.scaling.or(Scaling::from(&task.job));
+        let mut done = Requested::default();
+        let change = asked.scaling.since(known.scaling);
+        let present = scaling::task(&data).map_or_else(|| task.job.clone(), |task| task.job);
+        match scaling::rescale(&data, &present, change) {
+            _ if change == Scaling::default() => {}
+            Ok(Rescaling { keys, .. }) => {
+                done.changed = keys.iter().map(|(key, value)| format!("{key} = {value}")).collect();
+                known.scaling = change.or(known.scaling);
+                request(&self.cluster, &anchor, keys).await?;
+            }
+            Err(why) => done.refused = Some(why),
         }
-        if asked.suspend != before.suspend {
-            changed.push(format!("{SUSPEND} = {}", asked.suspend));
-            request(&self.cluster, &anchor, SUSPEND, asked.suspend.to_string()).await?;
+        if let Some(suspend) = asked.suspend.filter(|suspend| *suspend != known.suspend) {
+            known.suspend = suspend;
+            done.changed.push(format!("{SUSPEND} = {suspend}"));
+            let keys = Data::from([(SUSPEND.into(), suspend.to_string())]);
+            request(&self.cluster, &anchor, keys).await?;
         }
-        if !changed.is_empty() {
-            let text = serde_json::to_string(&asked).expect("its keys are strings");
+        if !done.changed.is_empty() {
+            let text = serde_json::to_string(&known).expect("its keys are strings");
             anchor.write(&Data::from([(DECLARED.into(), text)])).await?;
         }
-        Ok(changed)
+        Ok(done)
     }
 
     /// Records an Event about the Job, as far as the service account may.
@@ -277,8 +293,10 @@ mod tests {
 
     use serde_json::{Value, json};
 
+    use super::super::anchor::{MAX_WORKERS, MIN_WORKERS, NUM_WORKERS};
     use super::super::testing::FakeServer;
     use super::*;
+    use crate::job::JobSpec;
     use crate::job::testing::spec;
 
     fn document(options: &str) -> Value {
@@ -344,52 +362,89 @@ mod tests {
         }
     }
 
-    #[tokio::test]
-    async fn what_a_user_has_set_stays_until_the_declaration_asks_for_something_else() {
-        let (fake, cluster) = FakeServer::start();
-        let declaration = declaration(&fake, &cluster).await;
-        let task = Task {
-            job: spec(),
+    fn task() -> Task {
+        Task {
+            job: JobSpec { max_workers: 8, ..spec() },
             master_timeout: Duration::from_secs(30),
             priority_tiers: None,
             metrics_port: 7071,
             serve_metrics: false,
             tensorboard_dir: None,
             gang: None,
-        };
+        }
+    }
+
+    /// Values of these keys of the anchor of the job.
+    fn set<const N: usize>(fake: &FakeServer, keys: [&str; N]) -> [String; N] {
+        let data = fake.state().object("configmaps", "j").unwrap()["data"].clone();
+        keys.map(|key| data[key].as_str().unwrap_or_default().to_owned())
+    }
+
+    #[tokio::test]
+    async fn what_a_user_has_set_stays_until_the_declaration_asks_for_something_else() {
+        let (fake, cluster) = FakeServer::start();
+        let (declaration, task) = (declaration(&fake, &cluster).await, task());
         let data = json!({objects::TASK: "{}", NUM_WORKERS: "5"});
         fake.put("configmaps", "j", json!({"metadata": {"name": "j"}, "data": data}));
-        let num_workers = task.job.num_workers;
-        let ask = async |num_workers: u32, suspend: bool| {
-            let asked = Requested { num_workers: Some(num_workers), suspend: Some(suspend) };
-            declaration.request("j", &task, asked).await.unwrap()
+        let ask = async |num_workers: u32, suspend: Option<bool>| {
+            let asked = Asked { scaling: num_workers.into(), suspend };
+            let done = declaration.request("j", &task, asked).await.unwrap();
+            assert_eq!(done.refused, None);
+            done.changed
         };
-        let set = || {
-            let data = fake.state().object("configmaps", "j").unwrap()["data"].clone();
-            [NUM_WORKERS, SUSPEND].map(|key| data[key].as_str().unwrap_or_default().to_owned())
-        };
-        assert_eq!(ask(num_workers, false).await, [""; 0]);
+        let set = || set(&fake, [NUM_WORKERS, SUSPEND]);
+        let (no, yes) = (Some(false), Some(true));
+        assert_eq!(ask(3, no).await, [""; 0]);
         assert_eq!(set(), ["5", ""]);
-        assert_eq!(
-            ask(num_workers + 1, false).await,
-            [format!("num-workers = {}", num_workers + 1)]
-        );
-        assert_eq!(set(), [(num_workers + 1).to_string(), String::new()]);
+        assert_eq!(ask(4, no).await, ["num-workers = 4"]);
+        assert_eq!(set(), ["4", ""]);
         // `elasticdl scale`.
         fake.put("configmaps", "j", {
             let mut anchor = fake.state().object("configmaps", "j").unwrap();
             anchor["data"][NUM_WORKERS] = "6".into();
             anchor
         });
-        assert_eq!(ask(num_workers + 1, false).await, [""; 0]);
-        assert_eq!(ask(num_workers + 1, true).await, ["suspend = true"]);
+        assert_eq!(ask(4, no).await, [""; 0]);
+        assert_eq!(ask(4, yes).await, ["suspend = true"]);
         assert_eq!(set(), ["6", "true"]);
-        assert_eq!(ask(num_workers + 1, false).await, ["suspend = false"]);
-        let impossible = Requested { num_workers: None, suspend: Some(true) };
-        let changed = declaration.request("j", &task, impossible).await.unwrap();
+        assert_eq!(ask(4, no).await, ["suspend = false"]);
         assert_eq!(
-            (changed, set()),
-            (vec!["suspend = true".into()], ["6", "true"].map(String::from))
+            (ask(4, yes).await, ask(4, None).await),
+            (vec!["suspend = true".into()], vec![])
         );
+        assert_eq!(set(), ["6", "true"]);
+    }
+
+    #[tokio::test]
+    async fn limits_are_requested_together_with_the_number_or_refused_with_it() {
+        let (fake, cluster) = FakeServer::start();
+        let (declaration, task) = (declaration(&fake, &cluster).await, task());
+        // An earlier release has noted what it has requested.
+        let noted = json!({"num-workers": 3, "suspend": false}).to_string();
+        let json = serde_json::to_string(&task).unwrap();
+        let data = json!({objects::TASK: json, DECLARED: noted});
+        fake.put("configmaps", "j", json!({"metadata": {"name": "j"}, "data": data}));
+        let ask = async |number: u32, min: u32, max: Option<u32>| {
+            let limits = Scaling { num_workers: None, min_workers: Some(min), max_workers: max };
+            let asked = Asked { scaling: limits.or(number.into()), suspend: Some(false) };
+            declaration.request("j", &task, asked).await.unwrap()
+        };
+        let set = || set(&fake, [NUM_WORKERS, MIN_WORKERS, MAX_WORKERS]);
+        assert_eq!(ask(3, 1, Some(8)).await, Requested::default());
+        assert_eq!(ask(3, 1, None).await, Requested::default());
+        let done = ask(12, 2, None).await;
+        assert_eq!((done.changed, set()), (vec![], [""; 3].map(String::from)));
+        assert!(done.refused.unwrap().starts_with("this job takes 2 to 8 workers, not 12"));
+        let done = ask(12, 2, Some(16)).await;
+        let changed = ["max-workers = 16", "min-workers = 2", "num-workers = 12"];
+        assert_eq!((done.changed, done.refused), (changed.map(String::from).into(), None));
+        assert_eq!(set(), ["12", "2", "16"]);
+        assert_eq!(ask(12, 2, None).await, Requested::default(), "a maximum stays");
+        assert_eq!(ask(15, 2, None).await.changed, ["num-workers = 15"]);
+        // The number that was requested before does not contradict the maximum.
+        let most = Scaling { max_workers: Some(9), ..Scaling::default() };
+        let done = declaration.request("j", &task, Asked { scaling: most, suspend: None }).await;
+        assert_eq!(done.unwrap().changed, ["max-workers = 9", "num-workers = 9"]);
+        assert_eq!(set(), ["9", "2", "9"]);
     }
 }

@@ -10,7 +10,8 @@ use std::time::Duration;
 use serde_json::Value;
 
 use super::anchor::Data;
-use super::objects::{TABLE_SERVER_POD, TASK, Task, WORKER, WORKER_POD};
+use super::objects::{TABLE_SERVER_POD, TASK, WORKER, WORKER_POD};
+use super::scaling;
 
 /// An option in which a job differs from one that is asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -67,7 +68,7 @@ impl Options {
         let mut found = Self::default();
         let parse = |key| -> Option<Value> { serde_json::from_str(data.get(key)?).ok() };
         // The fields that an earlier release did not know have their defaults.
-        let task = Task::in_anchor(data).and_then(|task| serde_json::to_value(task).ok());
+        let task = scaling::task(data).and_then(|task| serde_json::to_value(task).ok());
         let task: Value = task.or_else(|| parse(TASK)).unwrap_or_default();
         found.add_task("", &task);
         if task["job"]["work"]["Train"].is_null()

@@ -14,7 +14,7 @@ use elasticdl_proto::Inspection;
 use tokio::time::Instant;
 use tracing::warn;
 
-use super::anchor::{Anchor, AnchorWriter, INSPECT};
+use super::anchor::{Anchor, AnchorWriter, Data, INSPECT};
 use super::client::{Cluster, ClusterError};
 use super::requests::request;
 use crate::event_loop::Inspector;
@@ -48,7 +48,7 @@ pub async fn ask(cluster: &Cluster, job: &str) -> Result<Inspection, InspectionE
     let deadline = Instant::now() + LIMIT;
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let number = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
-    request(cluster, &anchor, INSPECT, number.to_string()).await?;
+    request(cluster, &anchor, Data::from([(INSPECT.into(), number.to_string())])).await?;
     let name = part_name(job, number);
     while Instant::now() < deadline {
         if let Some(packed) = anchor.read_part(&name).await? {

@@ -40,6 +40,7 @@ pub mod requests;
 pub(crate) mod retry;
 pub mod rights;
 pub mod route;
+pub mod scaling;
 pub mod schedulers;
 pub mod silence;
 pub(crate) mod state_labels;

@@ -101,6 +101,11 @@ impl Pods {
         self.send(PodEvent::Start(launch, slot));
     }
 
+    /// Makes the first `min_workers` of the next launches' slots those of the core.
+    pub(crate) fn set_core(&self, min_workers: u32) {
+        self.send(PodEvent::Core(min_workers));
+    }
+
     /// Makes the pods of the next launches prefer other nodes than this one.
     pub(crate) fn avoid(&self, node: String) {
         self.send(PodEvent::Avoid(node));

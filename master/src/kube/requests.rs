@@ -23,22 +23,24 @@ use serde::{Deserialize, Serialize};
 use tokio::time::timeout;
 use tracing::debug;
 
-use super::anchor::{Anchor, CHECKPOINT, Data, INSPECT, NUM_WORKERS, STOP, STOP_AT_ONCE, SUSPEND};
+use super::anchor::{
+    Anchor, CHECKPOINT, Data, INSPECT, MAX_WORKERS, MIN_WORKERS, NUM_WORKERS, STOP, STOP_AT_ONCE,
+    SUSPEND,
+};
 use super::client::{Cluster, ClusterError, is_code};
 use super::events;
 
-/// Writes a request into the anchor of a job, with the name of its user.
+/// Writes a request into the anchor of a job, at once in all its keys, with the name of its user.
 ///
 /// # Errors
 /// There is no such job, or [`ClusterError`].
 pub async fn request(
     cluster: &Cluster,
     anchor: &Anchor,
-    key: &str,
-    value: String,
+    mut data: Data,
 ) -> Result<(), ClusterError> {
-    let by = UserRequest::new(cluster, key, &value).await;
-    let data = Data::from([(key.into(), value), (REQUESTED_BY.into(), by.to_json())]);
+    let by = UserRequest::new(cluster, &data).await;
+    data.insert(REQUESTED_BY.into(), by.to_json());
     anchor.write(&data).await?;
     // Without the permission to create Events, the master records it.
     if let Ok(anchor) = anchor.read().await {
@@ -56,25 +58,35 @@ pub struct UserRequest {
     pub key: String,
     /// Its value.
     pub value: String,
+    /// Other keys that were set with it, and their values.
+    #[serde(default, skip_serializing_if = "Data::is_empty")]
+    pub with: Data,
     /// Time of the request, in ms since 1970.
     pub at_ms: u64,
 }
 
 impl UserRequest {
-    /// A request of the user of this command, made now.
-    pub async fn new(cluster: &Cluster, key: &str, value: &str) -> Self {
+    /// A request of the user of this command, made now, that sets these keys.
+    pub async fn new(cluster: &Cluster, keys: &Data) -> Self {
+        let mut with = keys.clone();
+        let (key, value) = with.pop_last().unwrap_or_default();
         let user = user_name(cluster).await.unwrap_or_else(|| "unknown".into());
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let at_ms = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
-        Self { user, key: key.into(), value: value.into(), at_ms }
+        Self { user, key, value, with, at_ms }
     }
 
     /// The newest request in an anchor. `None` if the value was changed since without a name.
     #[must_use]
     pub fn in_anchor(data: &Data) -> Option<Self> {
         let request: Self = serde_json::from_str(data.get(REQUESTED_BY)?).ok()?;
-        let is_current = data.get(&request.key) == Some(&request.value);
+        let is_set = |(key, value): (&String, &String)| data.get(key) == Some(value);
+        let is_current = request.keys().all(is_set);
         (is_current || request.key == DELETE).then_some(request)
+    }
+
+    fn keys(&self) -> impl Iterator<Item = (&String, &String)> {
+        std::iter::once((&self.key, &self.value)).chain(&self.with)
     }
 
     /// Content of the anchor's key.
@@ -113,9 +125,17 @@ impl UserRequest {
         let Self { user, key, value, .. } = self;
         // Events are limited to 1 KiB of text, and anybody who may write the anchor chooses these.
         let user: String = user.chars().take(USER_LEN_MAX).collect();
-        let value: String = value.chars().take(VALUE_LEN_MAX).collect();
+        let clip = |value: &str| value.chars().take(VALUE_LEN_MAX).collect::<String>();
         match key.as_str() {
-            NUM_WORKERS => ("ScaleRequested", format!("{user} requests {value} workers")),
+            NUM_WORKERS | MIN_WORKERS | MAX_WORKERS => {
+                let values = self.keys().filter_map(|(key, value)| match key.as_str() {
+                    NUM_WORKERS => Some(format!("{} workers", clip(value))),
+                    MIN_WORKERS | MAX_WORKERS => Some(format!("{key} {}", clip(value))),
+                    _ => None,
+                });
+                let values: Vec<String> = values.collect();
+                ("ScaleRequested", format!("{user} requests {}", values.join(", ")))
+            }
             STOP if value == STOP_AT_ONCE => {
                 ("StopRequested", format!("{user} requests that the job stops at once"))
             }
@@ -192,7 +212,8 @@ mod tests {
     use super::*;
 
     fn request(key: &str, value: &str) -> UserRequest {
-        UserRequest { user: "jane".into(), key: key.into(), value: value.into(), at_ms: 0x5a }
+        let (user, key, value) = ("jane".into(), key.into(), value.into());
+        UserRequest { user, key, value, with: Data::new(), at_ms: 0x5a }
     }
 
     #[test]
@@ -204,6 +225,11 @@ mod tests {
         assert_eq!(UserRequest::in_anchor(&data(NUM_WORKERS, "4", &four)), Some(four.clone()));
         // Another client has set it since, without a name.
         assert_eq!(UserRequest::in_anchor(&data(NUM_WORKERS, "5", &four)), None);
+        // Another client has changed one of two values since.
+        let both = UserRequest { with: data(MAX_WORKERS, "9", &four), ..four.clone() };
+        let mut present = both.with.clone();
+        present.extend(data(NUM_WORKERS, "4", &both));
+        assert_eq!(UserRequest::in_anchor(&present), None);
         let delete = request(DELETE, "");
         assert_eq!(UserRequest::in_anchor(&data("other", "", &delete)), Some(delete));
         assert_eq!(UserRequest::in_anchor(&Data::from([(REQUESTED_BY.into(), "x".into())])), None);

@@ -87,7 +87,8 @@ pub(super) fn handle(
             return;
         }
         PageCommand::Scale(num_workers) => {
-            spec.check_scale(num_workers).map(|()| Some(UserCommand::Scale(num_workers)))
+            let scaled = spec.scaled(num_workers, num_workers.into());
+            scaled.map(|_| Some(UserCommand::Scale(num_workers.into())))
         }
         // A second request does not kill the job, as a second signal does.
         PageCommand::Stop if escalation.first().is_some() => Ok(None),
@@ -129,7 +130,7 @@ mod tests {
         assert!(request(high).is_err());
         assert_eq!([PageCommand::Stop; 2].map(&mut request), [done(), done()]);
         let commands: Vec<_> = std::iter::from_fn(|| received.try_recv().ok()).collect();
-        assert_eq!(commands, [UserCommand::Scale(spec.max_workers), UserCommand::Stop]);
+        assert_eq!(commands, [UserCommand::Scale(spec.max_workers.into()), UserCommand::Stop]);
         assert_eq!(escalation.first().map(Stop::exit_code), Some(143));
     }
 }

@@ -151,7 +151,7 @@ async fn without_the_jobs_token_no_call_is_served() {
         let scale = Request::from_parts(
             request(StatusRequest).metadata().clone(),
             tonic::Extensions::default(),
-            ScaleRequest { num_workers: 1 },
+            ScaleRequest::default(),
         );
         assert_eq!(
             client.scale(scale).await.unwrap_err().code(),
@@ -361,10 +361,14 @@ async fn an_authenticated_connection_may_be_silent() {
 async fn a_scale_request_is_answered_by_the_job() {
     let mut fixture = ServerFixture::start().await;
     let (mut client, bearer) = (fixture.client().await, fixture.token.to_bearer());
-    let request = with_token(ScaleRequest { num_workers: 5 }, &bearer);
+    let request = ScaleRequest { num_workers: Some(5), min_workers: None, max_workers: Some(9) };
+    let expected = Scaling { num_workers: Some(5), min_workers: None, max_workers: Some(9) };
+    let request = with_token(request, &bearer);
     let asked = tokio::spawn(async move { client.scale(request).await });
     match fixture.events.recv().await {
-        Some(ServerEvent::Scale { num_workers: 5, reply }) => reply.send(Ok(3)).unwrap(),
+        Some(ServerEvent::Scale { change, reply }) if change == expected => {
+            reply.send(Ok(3)).unwrap();
+        }
         other => panic!("{other:?}"),
     }
     assert_eq!(asked.await.unwrap().unwrap().into_inner().was, 3);

@@ -176,19 +176,19 @@ as_json! {
 
 /// Encodes and decodes requests and replies whose fields are those of the schema.
 macro_rules! as_in_schema {
-    ($($message:ident { $($field:ident)? })*) => {$(
+    ($($message:ident { $($field:ident),* })*) => {$(
         impl Wire for $message {
             type Sent = ();
             type Received = ();
 
             fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
-                let Self { $($field)? } = self;
-                put(&v1::$message { $($field)? }, buf);
+                let Self { $($field),* } = self;
+                put(&v1::$message { $($field),* }, buf);
             }
 
             fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
-                let v1::$message { $($field)? } = read(buf)?;
-                Ok(Self { $($field)? })
+                let v1::$message { $($field),* } = read(buf)?;
+                Ok(Self { $($field),* })
             }
         }
     )*};
@@ -199,7 +199,7 @@ as_in_schema! {
     CheckpointRequest {}
     InspectRequest {}
     ScaleReply { was }
-    ScaleRequest { num_workers }
+    ScaleRequest { num_workers, min_workers, max_workers }
     StatusRequest {}
     SuspendReply { unchanged }
     SuspendRequest { suspend }

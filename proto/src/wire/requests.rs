@@ -108,11 +108,15 @@ pub struct StatusRequest;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct InspectRequest;
 
-/// Changes the desired number of workers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Changes the desired number of workers, or its limits; `None` stays as it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ScaleRequest {
     /// The new number.
-    pub num_workers: u32,
+    pub num_workers: Option<u32>,
+    /// The new minimum.
+    pub min_workers: Option<u32>,
+    /// The new maximum.
+    pub max_workers: Option<u32>,
 }
 
 /// The reply to a [`ScaleRequest`].

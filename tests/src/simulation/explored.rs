@@ -121,7 +121,7 @@ impl World {
             Choice::Join => {
                 self.fault_plan.has_scaled = true;
                 let num_workers = self.setting.spec.num_workers + 1;
-                self.command(JobEvent::Scale { num_workers });
+                self.command(JobEvent::Scale(num_workers.into()));
             }
             Choice::Kill(host) => self.crash(host - 1),
             Choice::KillMaster(0) => self.crash_master(),

@@ -191,7 +191,7 @@ impl World {
                 let pods = self.rng.between((min / per_pod).into(), (max / per_pod).into());
                 let num_workers = pods as u32 * per_pod;
                 trace!(self, "the user wants {num_workers} workers");
-                self.command(JobEvent::Scale { num_workers });
+                self.command(JobEvent::Scale(num_workers.into()));
             }
             FaultKind::Slow => {
                 let factor = self.rng.between(5, 60);

@@ -98,9 +98,11 @@ fn a_declared_job_is_applied_changed_and_deleted_with_kubectl() {
     namespace.delete_pod(pods[0]["metadata"]["name"].as_str().unwrap(), &["--wait=false"]);
     let one = document(&namespace, 1, 7).replace("seed", "max-workers = 1\n      seed");
     namespace.apply(&one);
-    wait_for_report(&namespace, "ChangeRequested", "num-workers = 1");
-    wait_for_report(&namespace, "OptionsRefused", "`max-workers` is 8, not 1; `seed` is 0, not 7");
+    wait_for_report(&namespace, "ChangeRequested", "max-workers = 1, num-workers = 1");
+    wait_for_report(&namespace, "OptionsRefused", "goes on as it is: `seed` is 0, not 7");
     trains(1);
+    let status = namespace.status("declared").unwrap();
+    assert_eq!((status.workers_min, status.workers_max), (1, 1));
     namespace.hurry("declared");
     let job = namespace.wait_for("declared", "the Job is complete", || {
         declaring(&namespace).filter(|job| !condition(job).is_empty())

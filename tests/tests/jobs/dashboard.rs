@@ -92,15 +92,22 @@ fn the_page_is_for_those_with_the_key_on_this_machine() {
 }
 
 #[test]
-fn the_next_master_continues_page_and_history() {
+fn the_next_master_continues_page_history_and_limits() {
     let (_fixture, mut job, job_dir) = start();
     let page = page_of(&job_dir);
+    let scaled = job.command(&["scale", "--min-workers", "2", "--max-workers", "4"]);
+    assert_eq!(scaled, "workers: 3 -> 3 (limits: 2 to 4)\n");
+    let limits = serde_json::json!({"min": 2, "max": 4, "step": 1});
+    job.wait_for("limits on the page", |_| page.job()["scale"] == limits);
+    let five = || page.ask("POST /api/scale", (&page.address, &page.key), r#"{"num_workers":5}"#);
+    assert!(five().0 == 400 && five().1.contains("2 to 4 workers"), "{:?}", five());
     job.wait_for("a stored history", |_| job_dir.join("history.json").is_file());
     let before = page.job();
     job.kill_master();
     job.resume();
     job.wait_for_return_of(3);
     assert_eq!(page_of(&job_dir).link, page.link);
+    assert_eq!((five().0, &page.job()["scale"]), (400, &limits));
     let after = page.job();
     for pointer in ["/history/workers/1/launched_s", "/history/curves/points/0/step"] {
         assert_eq!(after.pointer(pointer), before.pointer(pointer), "{pointer}");

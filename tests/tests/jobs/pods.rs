@@ -268,9 +268,9 @@ async fn a_pod_that_gets_sigterm_leaves_in_one_change_without_a_loss() {
 async fn a_job_is_scaled_by_whole_pods() {
     let mut job = Running::start(&SLOW).await;
     job.wait_for_members(&[1, 2, 3, 4]).await;
-    job.interrupts.send(UserCommand::Scale(2)).await.unwrap();
+    job.interrupts.send(UserCommand::Scale(2.into())).await.unwrap();
     job.wait_for_members(&[1, 2]).await;
-    job.interrupts.send(UserCommand::Scale(6)).await.unwrap();
+    job.interrupts.send(UserCommand::Scale(6.into())).await.unwrap();
     job.wait_for_members(&[1, 2, 5, 6, 7, 8]).await;
     let ended = job.assert_completes().await;
     assert!(ended.summary.memberships.iter().all(|m| m.lost.is_empty()));

@@ -17,7 +17,8 @@ pub(crate) struct WorkerOptions {
     #[arg(long, value_name = "N", value_parser = values::parse_workers)]
     pub(crate) num_workers: Option<u32>,
 
-    /// Maximum number that `elasticdl scale` accepts. [default: twice --num-workers, at least 8]
+    /// Maximum number of workers, which `elasticdl scale` can change. [default: twice
+    /// --num-workers, at least 8]
     #[arg(long, value_name = "N", value_parser = values::parse_workers)]
     pub(crate) max_workers: Option<u32>,
 

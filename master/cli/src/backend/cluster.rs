@@ -7,10 +7,9 @@ use std::fmt::Display;
 use std::time::{Duration, SystemTime};
 
 use elasticdl_master::cluster_page;
-use elasticdl_master::job::JobSpec;
+use elasticdl_master::job::{JobSpec, Scaling};
 use elasticdl_master::kube::anchor::{
-    Anchor, CHECKPOINT, Data, DesiredState, NUM_WORKERS, STATUS, STOP, STOP_AT_ONCE, SUMMARY,
-    SUSPEND,
+    Anchor, CHECKPOINT, Data, DesiredState, STATUS, STOP, STOP_AT_ONCE, SUMMARY, SUSPEND,
 };
 use elasticdl_master::kube::client::{Cluster, ClusterChoice};
 use elasticdl_master::kube::facts::read_facts;
@@ -18,7 +17,10 @@ use elasticdl_master::kube::inspection::{self, InspectionError};
 use elasticdl_master::kube::logs::LogSource;
 use elasticdl_master::kube::objects::Task;
 use elasticdl_master::kube::requests::{DELETE, REQUESTED_BY, UserRequest, request};
-use elasticdl_master::kube::{anchor, logs, master_pods, objects, pods, route, silence, submit};
+use elasticdl_master::kube::scaling::Rescaling;
+use elasticdl_master::kube::{
+    anchor, logs, master_pods, objects, pods, route, scaling, silence, submit,
+};
 use elasticdl_master::lineage::JobFacts;
 use elasticdl_proto::{DisconnectedStatus, Inspection, Status};
 use tokio::runtime::Runtime;
@@ -26,7 +28,7 @@ use tokio::runtime::Runtime;
 pub(crate) use self::follow::{FollowOutput, detach, follow};
 use super::checkpoint_wait::CheckpointWait;
 use super::handle::{
-    ENDING, JobHandle, JobLog, WatchOptions, describe_ending, describe_suspension,
+    ENDING, JobHandle, JobLog, Scaled, WatchOptions, describe_ending, describe_suspension,
 };
 use crate::process::{Failure, new_runtime};
 use crate::render::{JobEnd, Paths, summary_to_table};
@@ -51,9 +53,9 @@ impl ClusterHandle {
         Ok(self.runtime.block_on(self.anchor.read())?.data.unwrap_or_default())
     }
 
-    /// Requests a change of the job, by a key of its anchor.
-    fn request(&self, key: &str, value: String) -> Result<(), Failure> {
-        Ok(self.runtime.block_on(request(&self.cluster, &self.anchor, key, value))?)
+    /// Requests a change of the job, by keys of its anchor.
+    fn request(&self, keys: Data) -> Result<(), Failure> {
+        Ok(self.runtime.block_on(request(&self.cluster, &self.anchor, keys))?)
     }
 
     /// Checks that the job has not ended. Returns what prevents a master from running, if anything.
@@ -196,13 +198,14 @@ impl JobHandle for ClusterHandle {
         self.runtime.block_on(read_facts(&self.anchor, &self.name))
     }
 
-    fn scale(&self, num_workers: u32) -> Result<u32, Failure> {
+    fn scale(&self, change: Scaling) -> Result<Scaled, Failure> {
         let data = self.data()?;
         self.check_running(&data)?;
         let spec = task(&data)?.job;
-        spec.check_scale(num_workers).map_err(Failure::usage)?;
-        self.request(NUM_WORKERS, num_workers.to_string())?;
-        Ok(anchor::status(&data).map_or(spec.num_workers, |status| status.workers_desired))
+        let Rescaling { was, job, keys } =
+            scaling::rescale(&data, &spec, change).map_err(Failure::usage)?;
+        self.request(keys)?;
+        Ok(Scaled { was, now: job.num_workers, limits: (job.min_workers, job.max_workers) })
     }
 
     fn checkpoint(&self, timeout: Duration) -> Result<String, Failure> {
@@ -215,7 +218,7 @@ impl JobHandle for ClusterHandle {
             ));
         }
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        self.request(CHECKPOINT, now.as_millis().to_string())?;
+        self.request(one(CHECKPOINT, now.as_millis().to_string()))?;
         let mut wait = CheckpointWait::new(timeout);
         loop {
             let data = self.data()?;
@@ -240,7 +243,7 @@ impl JobHandle for ClusterHandle {
             return Err(Failure::failed(format!("the job {} is stopping", self.name)));
         }
         let unchanged = desired.suspend.unwrap_or(spec.policies.starts_suspended) == suspend;
-        self.request(SUSPEND, suspend.to_string())?;
+        self.request(one(SUSPEND, suspend.to_string()))?;
         Ok(describe_suspension(&self.name, suspend, unchanged))
     }
 
@@ -248,7 +251,7 @@ impl JobHandle for ClusterHandle {
         let data = self.data()?;
         self.check_running(&data)?;
         let value = if force { STOP_AT_ONCE } else { "true" };
-        self.request(STOP, value.into())?;
+        self.request(one(STOP, value.into()))?;
         let name = &self.name;
         let status = anchor::status(&data);
         let away = status.as_ref().map_or(0, |status| status.workers_disconnected.len());
@@ -267,7 +270,7 @@ impl JobHandle for ClusterHandle {
     fn delete(&self) -> Result<String, Failure> {
         self.runtime.block_on(async {
             if let Ok(anchor) = self.anchor.read().await {
-                let by = UserRequest::new(&self.cluster, DELETE, "").await;
+                let by = UserRequest::new(&self.cluster, &one(DELETE, String::new())).await;
                 if !by.record(&self.cluster, &anchor.metadata).await {
                     // The master is given a moment to record it.
                     let data = Data::from([(REQUESTED_BY.into(), by.to_json())]);
@@ -308,9 +311,14 @@ pub(crate) fn check_suspendable(spec: &JobSpec) -> Result<(), Failure> {
     Ok(())
 }
 
+/// The data of an anchor that has only this key.
+fn one(key: &str, value: String) -> Data {
+    Data::from([(key.into(), value)])
+}
+
 /// The task of the job with this anchor.
 fn task(data: &Data) -> Result<Task, Failure> {
-    Task::in_anchor(data).ok_or_else(|| unreadable("options", &"they are not whole"))
+    scaling::task(data).ok_or_else(|| unreadable("options", &"they are not whole"))
 }
 
 /// The error of what can't be read in the anchor of a job.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use elasticdl_master::job::LaunchId;
+use elasticdl_master::job::{LaunchId, Scaling};
 use elasticdl_master::lineage::JobFacts;
 use elasticdl_proto::{Inspection, Status};
 
@@ -35,8 +35,8 @@ pub(crate) trait JobHandle {
     /// What is known of the job's records, and of its steps.
     fn facts(&self) -> Result<JobFacts, Failure>;
 
-    /// Changes the number of workers to keep running. Returns the former one.
-    fn scale(&self, num_workers: u32) -> Result<u32, Failure>;
+    /// Changes the number of workers to keep running, or its limits.
+    fn scale(&self, change: Scaling) -> Result<Scaled, Failure>;
 
     /// Requests a checkpoint and waits for it for at most `timeout`. Returns its location.
     fn checkpoint(&self, timeout: Duration) -> Result<String, Failure>;
@@ -59,6 +59,17 @@ pub(crate) trait JobHandle {
         follow: bool,
         write: &mut dyn FnMut(&[u8]) -> bool,
     ) -> Result<(), Failure>;
+}
+
+/// The number of workers of a job after a change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Scaled {
+    /// The number before.
+    pub(crate) was: u32,
+    /// The present number.
+    pub(crate) now: u32,
+    /// Its minimum and its maximum.
+    pub(crate) limits: (u32, u32),
 }
 
 /// A log of a job.

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use elasticdl_master::dashboard::{self, StoredHistory};
-use elasticdl_master::job::LaunchId;
+use elasticdl_master::job::{LaunchId, Scaling};
 use elasticdl_master::jobdir::{
     self, DeleteError, JobDirError, LookupError, StopError, StopTarget, quoted,
 };
@@ -24,7 +24,7 @@ use elasticdl_proto::{Inspection, Status, Summary, log_line_as_text};
 use self::connection::{Connection, to_failure};
 use super::checkpoint_wait::CheckpointWait;
 use super::handle::{
-    ENDING, JobHandle, JobLog, WatchOptions, describe_ending, describe_suspension,
+    ENDING, JobHandle, JobLog, Scaled, WatchOptions, describe_ending, describe_suspension,
 };
 use crate::process::{Failure, new_runtime, print};
 use crate::render::{JobEnd, Paths, summary_to_table};
@@ -150,13 +150,17 @@ impl JobHandle for LocalHandle {
         facts::facts(self, &self.root)
     }
 
-    fn scale(&self, num_workers: u32) -> Result<u32, Failure> {
+    fn scale(&self, change: Scaling) -> Result<Scaled, Failure> {
         new_runtime()?.block_on(async {
             let mut connection = self.connect().await?;
-            let request = ScaleRequest { num_workers };
+            let Scaling { num_workers, min_workers, max_workers } = change;
+            let request = ScaleRequest { num_workers, min_workers, max_workers };
             let answer =
                 connection.request(request, async |client, request| client.scale(request).await);
-            answer.await.map(|reply| reply.was).map_err(|status| self.refused(status))
+            let was = answer.await.map_err(|status| self.refused(status))?.was;
+            let status = connection.status().await.map_err(|status| self.refused(status))?;
+            let limits = (status.workers_min, status.workers_max);
+            Ok(Scaled { was, now: status.workers_desired, limits })
         })
     }
 

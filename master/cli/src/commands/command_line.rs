@@ -121,10 +121,10 @@ pub(crate) enum Command {
     ///
     /// (A job whose master died is resumed by `elasticdl train --resume`.)
     Resume(NamedJob),
-    /// Change the number of workers of a running job.
+    /// Change the number of workers of a running job, or its limits.
     ///
     /// The master starts workers, or releases the newest ones at the end of a step. No step is lost
-    /// either way.
+    /// either way. The next master of the job takes over the present limits.
     Scale(ScaleArgs),
     /// Show the status of a running job, or the summary of an ended job.
     Status(StatusArgs),

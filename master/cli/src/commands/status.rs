@@ -59,6 +59,8 @@ JSON (keys are stable; null for values that do not apply or are not yet known):
                         --deadline at the present speed
   shards                {todo, leased, done} of an evaluate or predict job; otherwise null
   workers_desired       number of workers to keep running
+  workers_min, workers_max
+                        the least with which it trains; the most that it keeps
   autoscale             what --autoscale has found last, as text; or null
   workers[]             {worker, pid, rank, state, step, compute_us, share, input_us, limited_by,
                         straggler, cpu, memory_bytes, serves_tables, table_bytes, leased_records};

@@ -67,7 +67,11 @@ pub(crate) fn to_table(status: &Status) -> String {
     row("generation", &status.generation.to_string());
     let spares = status.spares.map(|spares| format!(", {}", spares_text(&spares)));
     let spares = spares.unwrap_or_default();
-    row("workers", &format!("{} desired{spares}", status.workers_desired));
+    let limits = match status.workers_max {
+        0 => String::new(),
+        max => format!(" ({} to {max})", status.workers_min),
+    };
+    row("workers", &format!("{} desired{limits}{spares}", status.workers_desired));
     let in_pods = status.workers.iter().any(|worker| worker.pod.is_some());
     let has_leases = has_leases(&status.workers);
     if !status.workers.is_empty() {

@@ -508,6 +508,10 @@ fn a_signal_stops_the_job_and_its_processes_and_sets_the_exit_code() {
         let scaled = home.run(&["scale", "./job", "--num-workers", "4"]);
         assert_eq!(scaled.stdout, "workers: 2 -> 4\n", "{}", scaled.stderr);
         home.run(&["scale", "./job", "--num-workers", "9"]).assert_refused(&["1 to 8 workers"]);
+        let scaled = home.run(&["scale", "./job", "--max-workers", "3", "--min-workers", "2"]);
+        assert_eq!(scaled.stdout, "workers: 4 -> 3 (limits: 2 to 3)\n", "{}", scaled.stderr);
+        let status = home.run(&["status", "./job"]);
+        assert!(status.stdout.contains("3 desired (2 to 3)"), "{}", status.stdout);
         let pid = Pid::from_raw(child.id().cast_signed()).unwrap();
         kill_process(pid, signal).unwrap();
         let output = child.wait_with_output().unwrap();

@@ -242,9 +242,9 @@
     dom.id("controls").hidden = !(page.live && limits);
     dom.id("inspect").hidden = !(page.live && limits);
     const input = dom.id("num-workers");
-    if (limits && input.value === "") {
+    if (limits) {
       Object.assign(input, { min: limits.min, max: limits.max, step: limits.step });
-      input.value = status.workers_desired;
+      if (input.value === "") input.value = status.workers_desired;
     }
     document.body.dataset.shown = `${page.version}`;
   }

@@ -40,6 +40,7 @@ pub(crate) struct Autoscale {
     min: u32,
     /// The user's limit: `max_workers`, or what the job was scaled to since.
     max: u32,
+    max_workers: u32,
     per_pod: u32,
     /// Time that workers may take to join, before a trial ends.
     join_timeout: Duration,
@@ -101,6 +102,7 @@ impl Autoscale {
         Self {
             min: spec.min_workers,
             max: spec.max_workers,
+            max_workers: spec.max_workers,
             per_pod: spec.workers_per_pod,
             join_timeout: spec.start_timeout * 2,
             stage: Stage::Measure,
@@ -125,6 +127,13 @@ impl Autoscale {
     pub(crate) fn limit(&mut self, max: u32) {
         (self.max, self.pause) = (max, PAUSE_MIN);
         self.restart();
+    }
+
+    /// The user changes the limits. A lower number that the job was scaled to stays the maximum.
+    pub(crate) fn change_limits(&mut self, min: u32, max: u32) {
+        let is_lower = self.max < self.max_workers;
+        (self.min, self.max_workers) = (min, max);
+        self.limit(if is_lower { self.max.clamp(min, max) } else { max });
     }
 
     /// Forgets what was measured: the group is another one.

@@ -8,6 +8,7 @@
 //! `min_workers` slots, are always created. A pod that waits in a queue is treated as an
 //! unschedulable one.
 
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
@@ -17,6 +18,7 @@ use crate::job::action::Action;
 use crate::job::event::{Committed, LaunchId, ReclaimCause, Wait};
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
+use crate::job::scaling::Scaling;
 use crate::job::text::{clip, counted};
 use crate::job::time::Time;
 use crate::job::workers::scheduling::Scheduling;
@@ -231,24 +233,45 @@ impl Job {
         self.launch_missing(now);
     }
 
-    pub(crate) fn on_scale(&mut self, now: Time, num_workers: u32) {
-        let allowed = self.spec.min_workers..=self.spec.max_workers;
+    pub(crate) fn on_scale(&mut self, now: Time, change: Scaling) {
         let before = self.lifecycle.wanted;
-        if !self.lifecycle.is_running() || !allowed.contains(&num_workers) {
+        let Ok(scaled) = self.spec.scaled(before, change) else { return };
+        if !self.lifecycle.is_running() {
             return;
         }
-        self.lifecycle.limit_autoscale(num_workers);
+        let num_workers = scaled.num_workers;
+        let are_new = self.change_limits(scaled.limits());
+        if let Some(most) = change.num_workers {
+            self.lifecycle.limit_autoscale(most);
+        }
         self.out.mark_dirty();
-        if num_workers == before {
+        if num_workers == before && !are_new {
             return;
         }
-        let when = if self.lifecycle.is_suspended { ", once the job is resumed" } else { "" };
-        let limit = if self.spec.autoscale { ", which --autoscale does not exceed" } else { "" };
-        self.log_event(format!(
-            "scaling from {} to {num_workers}{limit}{when}",
-            counted(before.into(), "worker")
-        ));
+        if num_workers != before {
+            let when = if self.lifecycle.is_suspended { ", once the job is resumed" } else { "" };
+            let is_limit = self.spec.autoscale && change.num_workers.is_some();
+            let limit = if is_limit { ", which --autoscale does not exceed" } else { "" };
+            self.log_event(format!(
+                "scaling from {} to {num_workers}{limit}{when}",
+                counted(before.into(), "worker")
+            ));
+        }
         self.set_wanted(now, num_workers);
+    }
+
+    /// Changes the limits of the number of workers, unless they are so already: a group that trains
+    /// goes on even if it has fewer members, and the next one has as many as the new minimum.
+    fn change_limits(&mut self, limits: RangeInclusive<u32>) -> bool {
+        if limits == self.spec.limits() {
+            return false;
+        }
+        let (min, max) = limits.into_inner();
+        self.lifecycle.change_autoscale_limits(min, max);
+        let first = self.spec.num_workers.clamp(min, max);
+        (self.spec.min_workers, self.spec.num_workers, self.spec.max_workers) = (min, first, max);
+        self.log_event(format!("the job takes {min} to {max} workers from now on"));
+        true
     }
 
     /// Lets the policy of `--autoscale` take in a report of `steps` new steps, and does what it

@@ -197,6 +197,13 @@ impl Lifecycle {
         }
     }
 
+    /// The user changes the limits of the number of workers.
+    pub(super) fn change_autoscale_limits(&mut self, min: u32, max: u32) {
+        if let Some(autoscale) = &mut self.autoscale {
+            autoscale.change_limits(min, max);
+        }
+    }
+
     #[cfg(test)]
     pub(crate) fn set_phase(&mut self, phase: Phase) {
         self.phase = phase;

@@ -23,6 +23,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use elasticdl_proto::limits::WORKERS_MAX;
 use elasticdl_proto::{Generation, WorkerId};
 
 use super::persisted::{PersistedJob, PersistedLaunch, PersistedShutdown};
@@ -278,12 +279,13 @@ impl Job {
 fn check(record: &PersistedJob) -> Result<(), String> {
     record.spec.check().map_err(|error| error.to_string())?;
     let PersistedJob { spec, launches, launches_made, .. } = record;
-    if !(spec.min_workers..=spec.max_workers).contains(&record.wanted) {
+    if !spec.limits().contains(&record.wanted) {
         return Err(format!("{} workers are wanted", record.wanted));
     }
     let members = record.membership.as_ref().map_or(&[][..], |m| &m.members);
     let distinct: BTreeSet<WorkerId> = members.iter().map(|(id, _)| *id).collect();
-    if distinct.len() != members.len() || members.len() > spec.server_slots().end as usize {
+    // More than `max_workers` may still be members after that was lowered.
+    if distinct.len() != members.len() || members.len() > WORKERS_MAX as usize {
         return Err("the membership is no group".into());
     }
     if record

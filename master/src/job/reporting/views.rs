@@ -87,6 +87,8 @@ impl Job {
             records_per_s: self.reporting.speed.records_per_s(now),
             stop_reason: self.lifecycle.stop_reason().map(str::to_owned),
             workers_desired: self.lifecycle.wanted(),
+            workers_min: self.spec.min_workers,
+            workers_max: self.spec.max_workers,
             spares: self.spares(now),
             autoscale: self.lifecycle.autoscale_finding().map(str::to_owned),
             shards: self.data.shards().map(ShardLeases::counts),

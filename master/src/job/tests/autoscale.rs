@@ -85,7 +85,7 @@ fn an_unmeasured_job_is_left_as_it_is() {
 #[test]
 fn the_number_that_the_user_scales_to_is_never_exceeded_also_by_the_next_master() {
     let mut job = autoscaled(2);
-    job.handle(at(1), Event::Scale { num_workers: 3 });
+    job.handle(at(1), Event::Scale(3.into()));
     assert_eq!(last_event(&job), "scaling from 2 workers to 3, which --autoscale does not exceed");
     actions(&mut job);
     join(&mut job, 3);
@@ -94,7 +94,7 @@ fn the_number_that_the_user_scales_to_is_never_exceeded_also_by_the_next_master(
     assert_eq!(wanted(&job), 2);
 
     let mut job = autoscaled(2);
-    job.handle(at(1), Event::Scale { num_workers: 2 });
+    job.handle(at(1), Event::Scale(2.into()));
     assert_eq!(train(&mut job, 1000), []);
     let found = "2 workers make 1000 records/s; 2 stay, to be measured again in 10 min";
     assert_eq!(job.status(at(0)).autoscale.as_deref(), Some(found));

@@ -283,7 +283,7 @@ fn a_dying_process_is_not_killed_before_its_exit_is_known() {
 #[test]
 fn joiners_wait_while_a_switch_is_in_flight_and_a_loss_takes_them_along() {
     let mut job = started(JobSpec { num_workers: 2, max_workers: 4, ..spec() }, &[20]);
-    job.handle(at(1), Event::Scale { num_workers: 4 });
+    job.handle(at(1), Event::Scale(4.into()));
     connect(&mut job, 3);
     connect(&mut job, 4);
     deliver(&mut job, 3, WorkerMessage::Ready { parameters: 10 });
@@ -304,7 +304,7 @@ fn joiners_wait_while_a_switch_is_in_flight_and_a_loss_takes_them_along() {
 fn a_joiner_receives_donors_and_joins_only_after_it_has_fetched() {
     let donors = |ids: &[u64]| MasterMessage::Fetch(membership(0, ids, false).members.to_vec());
     let mut job = started(JobSpec { num_workers: 3, max_workers: 6, ..spec() }, &[20]);
-    job.handle(at(1), Event::Scale { num_workers: 4 });
+    job.handle(at(1), Event::Scale(4.into()));
     connect(&mut job, 4);
     actions(&mut job);
     deliver(&mut job, 4, WorkerMessage::Ready { parameters: 10 });
@@ -323,7 +323,7 @@ fn a_joiner_receives_donors_and_joins_only_after_it_has_fetched() {
     assert!([1, 2].iter().all(|donor| sent.contains(&send(*donor, named()))), "{sent:?}");
     // With fewer members than `min_workers` the group waits anyway, so the joiner need not fetch.
     let mut job = started(JobSpec { min_workers: 3, max_workers: 6, ..spec() }, &[20]);
-    job.handle(at(1), Event::Scale { num_workers: 4 });
+    job.handle(at(1), Event::Scale(4.into()));
     connect(&mut job, 4);
     deliver(&mut job, 4, WorkerMessage::Ready { parameters: 10 });
     actions(&mut job);
@@ -416,7 +416,7 @@ fn a_worker_that_exceeds_a_limit_is_counted_even_if_it_was_told_to_end_and_left(
 #[test]
 fn scaling_down_retires_the_youngest_worker() {
     let mut job = started(spec(), &[20]);
-    job.handle(at(1), Event::Scale { num_workers: 1 });
+    job.handle(at(1), Event::Scale(1.into()));
     assert_eq!(memberships(&mut job)[0].1, membership(2, &[1], false));
     job.handle(at(2), Event::ProcessEnded { launch: LaunchId(3), exit: Exit::Code(0) });
     assert_eq!(actions(&mut job), []);

@@ -202,7 +202,7 @@ fn joiners_reconnect_too_and_receive_possibly_lost_messages_again() {
 #[test]
 fn a_joiner_that_does_not_reconnect_is_replaced_and_delays_no_worker() {
     let mut job = started(JobSpec { max_workers: 4, ..spec_of(2) }, &[20]);
-    job.handle(at(0), Event::Scale { num_workers: 4 });
+    job.handle(at(0), Event::Scale(4.into()));
     (3..=4).for_each(|i| connect(&mut job, i));
     disconnect(&mut job, 0, 4);
     actions(&mut job);

@@ -36,7 +36,10 @@ fn letter(world: &mut World, letter: usize) {
                 world.wait()
             };
         }
-        8 => Some(Fault::Scale(if world.job.lifecycle.wanted() == 2 { 1 } else { 2 })),
+        8 => {
+            let num_workers = if world.job.lifecycle.wanted() == 2 { 1 } else { 2 };
+            Some(Fault::Scale(num_workers.into()))
+        }
         9 => Some(Fault::Stop),
         10 => Some(Fault::MasterDies(None)),
         11 => Some(Fault::MasterDies(Some(1))),
@@ -205,7 +208,15 @@ fn random_fault(world: &mut World, max_workers: u32) {
         21..23 => Fault::Fail(victim),
         23..27 => Fault::Freeze(victim),
         27..33 => Fault::Glitch(victim),
-        33..39 => Fault::Scale(world.rng.random_range(1..=max_workers)),
+        33..36 => Fault::Scale(world.rng.random_range(1..=max_workers).into()),
+        36..39 => {
+            let mut limit = |max| {
+                let number = world.rng.random_range(1..=max);
+                world.rng.random_ratio(1, 2).then_some(number)
+            };
+            let (min_workers, max_workers) = (limit(max_workers), limit(max_workers + 2));
+            Fault::Scale(Scaling { num_workers: None, min_workers, max_workers })
+        }
         39 => Fault::Stop,
         40..43 => Fault::MasterDies(None),
         43..46 => Fault::MasterDies(Some(world.rng.random_range(0..6))),

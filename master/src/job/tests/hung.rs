@@ -428,7 +428,7 @@ fn a_joiner_that_awaits_the_end_of_a_hung_members_step_is_not_evicted() {
         let mut job = job(1 + others.len() as u32, Some(30));
         let hung = others.len() as u64 + 1;
         let joiner = hung + 1;
-        job.handle(at(0), Event::Scale { num_workers: joiner as u32 });
+        job.handle(at(0), Event::Scale((joiner as u32).into()));
         connect(&mut job, joiner);
         deliver(&mut job, 0, joiner, WorkerMessage::Ready { parameters: 10 });
         deliver(&mut job, 0, joiner, WorkerMessage::CaughtUp { step: None });

@@ -112,7 +112,7 @@ fn a_leaving_or_surplus_worker_is_released_at_once() {
         message: MasterMessage::release("it leaves"),
     };
     assert!(actions(&mut job).contains(&bye(1)));
-    job.handle(at(1), Event::Scale { num_workers: 1 });
+    job.handle(at(1), Event::Scale(1.into()));
     let reason = MasterMessage::release("the job is scaled down");
     assert_eq!(actions(&mut job), [send(3, reason)]);
 }
@@ -306,7 +306,7 @@ fn under_any_faults_each_shard_counts_once_and_the_mean_is_bit_identical() {
                     let exit = Exit::Signal(9);
                     job.handle(at(now), Event::ProcessEnded { launch: LaunchId(worker), exit });
                 }
-                1 => job.handle(at(now), Event::Scale { num_workers: rng.random_range(1..=6) }),
+                1 => job.handle(at(now), Event::Scale((rng.random_range(1..=6)).into())),
                 2 => deliver(&mut job, worker, WorkerMessage::Leaving),
                 _ => {
                     let shards = held.get_mut(&worker).unwrap();

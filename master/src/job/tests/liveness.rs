@@ -107,7 +107,7 @@ fn a_master_that_was_cut_off_from_all_workers_counts_their_silence_anew() {
         ..spec()
     };
     let mut job = started(spec, &[20]);
-    job.handle(at(0), Event::Scale { num_workers: 3 });
+    job.handle(at(0), Event::Scale(3.into()));
     connect(&mut job, 3);
     pass(&mut job, 50, 300, &[1, 2, 3]);
     pass(&mut job, 350, 15_000, &[]);
@@ -140,7 +140,7 @@ fn a_worker_that_falls_silent_before_it_is_a_member_causes_no_membership_change(
         },
         &[20],
     );
-    job.handle(at(100), Event::Scale { num_workers: 4 });
+    job.handle(at(100), Event::Scale(4.into()));
     let address = super::directed::address(4);
     let (connection, launch) = (ConnectionId(4), LaunchId(4));
     job.handle(at(100), Event::Connected { connection, launch, address, pid: 104, resume: None });

@@ -213,7 +213,7 @@ fn with_restart_without_checkpoint_training_starts_again_and_each_loss_is_counte
 fn a_joiner_that_has_fetched_the_state_may_provide_it() {
     let mut job = started(JobSpec { max_workers: 2, ..alone(false) }, &[20]);
     trains_late(&mut job);
-    job.handle(at(0), Event::Scale { num_workers: 2 });
+    job.handle(at(0), Event::Scale(2.into()));
     connect(&mut job, 2);
     deliver(&mut job, 2, WorkerMessage::Ready { parameters: 10 });
     deliver(&mut job, 2, WorkerMessage::CaughtUp { step: Some(3) });

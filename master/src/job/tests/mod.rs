@@ -11,6 +11,7 @@ mod histories;
 mod hung;
 mod inference;
 mod launches;
+mod limits;
 mod liveness;
 mod loss;
 mod ops;

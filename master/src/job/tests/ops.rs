@@ -34,6 +34,6 @@ pub(super) enum Fault {
     MasterDies(Option<usize>),
     /// The stream of a worker is reset; the master notices at once or when the worker reconnects.
     Reset(LaunchId),
-    Scale(u32),
+    Scale(Scaling),
     Stop,
 }

@@ -177,7 +177,7 @@ impl World {
         assert_eq!(distinct.len(), ids.len(), "{ids:?} repeats a member");
         assert!(ids.iter().all(|w| !self.gone.contains(w)), "{ids:?} holds one that is gone");
         assert!(self.stopped || ids.len() >= self.spec.min_workers as usize, "{ids:?} are too few");
-        assert!(ids.len() <= self.spec.max_workers as usize);
+        assert!(ids.len() <= self.max_workers_before.max(self.spec.max_workers) as usize);
         let Some(last) = last else {
             assert_eq!((membership.generation, membership.abort), (Generation(1), false));
             return self.publish(membership);

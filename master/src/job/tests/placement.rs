@@ -161,16 +161,16 @@ fn a_job_that_waits_for_a_scheduler_doubles_until_it_has_all_its_pods() {
 #[test]
 fn a_scale_down_withdraws_pending_launches_first_and_then_the_highest_slots() {
     let mut job = started(JobSpec { num_workers: 4, max_workers: 5, ..spec() }, &[20]);
-    job.handle(at(1), Event::Scale { num_workers: 5 });
+    job.handle(at(1), Event::Scale(5.into()));
     unschedulable(&mut job, 2, 5);
     actions(&mut job);
-    job.handle(at(3), Event::Scale { num_workers: 4 });
+    job.handle(at(3), Event::Scale(4.into()));
     assert_eq!(done(&mut job), [kill(5)]);
     // Worker 6 replaces worker 2 in the same slot, so it is not the one that is retired.
     job.handle(at(4), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Signal(9) });
     assert_eq!(done(&mut job), [launch_at(6, 1)]);
     connect(&mut job, 6);
-    job.handle(at(5), Event::Scale { num_workers: 3 });
+    job.handle(at(5), Event::Scale(3.into()));
     let leaves = job.status(at(5)).workers.iter().find(|w| w.state == "leaving").map(|w| w.worker);
     assert_eq!(leaves, Some(WorkerId(4)));
 }
@@ -269,7 +269,7 @@ fn a_job_whose_core_waits_in_a_queue_is_queued() {
     assert_eq!(&*job.status(at(3_600_000)).state, "starting");
     // A job that trains is not queued.
     let mut job = started(JobSpec { max_workers: 4, ..spec() }, &[20]);
-    job.handle(at(0), Event::Scale { num_workers: 4 });
+    job.handle(at(0), Event::Scale(4.into()));
     queued(&mut job, 0, 4);
     assert_eq!(&*job.status(at(0)).state, "running");
 }

@@ -69,10 +69,13 @@ fn worker_counts_are_multiples_of_workers_per_pod() {
 
 #[test]
 fn a_job_is_scaled_to_multiples_of_workers_per_pod() {
-    assert_eq!(pods().check_scale(4), Ok(()));
-    assert!(pods().check_scale(8).unwrap_err().contains("2 to 6 workers"));
+    let scaled = |change: Scaling| pods().scaled(4, change).map(|spec| spec.num_workers);
+    assert_eq!(scaled(4.into()), Ok(4));
+    assert!(scaled(8.into()).unwrap_err().contains("2 to 6 workers"));
     let expected = "a pod of this job holds 2 workers, so it takes a multiple of 2, not 3: 2 or 4";
-    assert_eq!(pods().check_scale(3).unwrap_err(), expected);
+    assert_eq!(scaled(3.into()).unwrap_err(), expected);
+    let odd = Scaling { max_workers: Some(3), ..Scaling::default() };
+    assert_eq!(scaled(odd).unwrap_err(), expected);
 }
 
 #[test]
@@ -169,14 +172,14 @@ fn a_leaving_worker_releases_its_pod_and_its_slots_are_filled_at_once() {
 #[test]
 fn a_scale_down_retires_whole_pods_from_the_highest_slot_down() {
     let mut job = started(pods(), &[20]);
-    job.handle(at(1), Event::Scale { num_workers: 6 });
+    job.handle(at(1), Event::Scale(6.into()));
     assert_eq!(actions(&mut job), [launch_at(5, 4)]);
     connect(&mut job, 5);
     actions(&mut job);
     // Worker 6 has not sent a hello. Its pod must not be killed before worker 5 has left in order.
-    job.handle(at(2), Event::Scale { num_workers: 4 });
+    job.handle(at(2), Event::Scale(4.into()));
     assert_eq!(actions(&mut job), [send(5, MasterMessage::release("the job is scaled down"))]);
-    job.handle(at(3), Event::Scale { num_workers: 2 });
+    job.handle(at(3), Event::Scale(2.into()));
     assert_eq!(
         actions(&mut job),
         broadcast_membership(&[1, 2, 3, 4], &membership(2, &[1, 2], false))
@@ -217,7 +220,7 @@ fn a_launch_without_a_hello_is_counted_and_its_pod_is_released_in_order() {
 #[test]
 fn a_stopping_job_keeps_a_pod_with_a_worker_that_it_needs() {
     let mut job = started(JobSpec { num_workers: 2, ..pods() }, &[20]);
-    job.handle(at(1), Event::Scale { num_workers: 4 });
+    job.handle(at(1), Event::Scale(4.into()));
     connect(&mut job, 3);
     actions(&mut job);
     job.handle(at(2), Event::Stop);

@@ -93,7 +93,7 @@ fn a_worker_whose_code_means_stop_stops_the_job_in_order() {
 #[test]
 fn rules_do_not_apply_to_ends_that_the_master_has_caused() {
     let mut job = with_rule("137=fail", 1);
-    job.handle(at(0), Event::Scale { num_workers: 2 });
+    job.handle(at(0), Event::Scale(2.into()));
     exit(&mut job, 3, Exit::Signal(9));
     assert_eq!(job.outcome(), None, "it was released");
     let mut job = Job::new(JobSpec {
@@ -359,7 +359,7 @@ fn an_evicted_worker_that_did_not_respond_follows_its_rule() {
 fn rules_for_events_do_not_apply_to_workers_that_the_master_releases() {
     for rule in ["preempted=fail", "deleted=fail", "node-lost=fail"] {
         let mut job = with_rule(rule, 1);
-        job.handle(at(0), Event::Scale { num_workers: 2 });
+        job.handle(at(0), Event::Scale(2.into()));
         for cause in [ReclaimCause::Preempted, ReclaimCause::NodeLost] {
             leaves(&mut job, 3, cause);
         }

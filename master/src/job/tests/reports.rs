@@ -46,7 +46,7 @@ fn messages_that_are_invalid_in_the_current_state_have_no_effect() {
     }
     job.handle(at(0), Event::Disconnected { worker: WorkerId(99) });
     job.handle(at(0), Event::ProcessEnded { launch: LaunchId(99), exit: Exit::Code(1) });
-    job.handle(at(0), Event::Scale { num_workers: 99 });
+    job.handle(at(0), Event::Scale(99.into()));
     assert_eq!((actions(&mut job), job.status(at(0))), (vec![], before));
 }
 

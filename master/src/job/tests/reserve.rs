@@ -40,7 +40,7 @@ fn released(job: &mut Job) -> Vec<u64> {
 }
 
 fn scale(job: &mut Job, num_workers: u32) {
-    job.handle(at(0), Event::Scale { num_workers });
+    job.handle(at(0), Event::Scale(num_workers.into()));
 }
 
 #[test]

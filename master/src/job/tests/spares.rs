@@ -83,7 +83,7 @@ fn a_job_that_is_scaled_down_keeps_its_spares() {
     let mut job = formed_with(1, 0);
     deliver(&mut job, 1, formed(1, 0, &[]));
     caught_up(&mut job, 4..=4);
-    job.handle(at(1), Event::Scale { num_workers: 2 });
+    job.handle(at(1), Event::Scale(2.into()));
     assert_eq!(members(&mut job), Some((Generation(2), vec![1, 2])));
     assert_eq!(states(&job)[3], "spare");
 }

@@ -267,7 +267,7 @@ fn with_all_handshakes_lost_every_link_is_suspect() {
 #[test]
 fn a_switch_that_one_member_cannot_complete_does_not_block_for_ever() {
     let mut job = watched();
-    job.handle(at(0), Event::Scale { num_workers: 5 });
+    job.handle(at(0), Event::Scale(5.into()));
     connect(&mut job, 5);
     deliver(&mut job, 5, WorkerMessage::Ready { parameters: 10 });
     deliver(&mut job, 5, WorkerMessage::CaughtUp { step: None });

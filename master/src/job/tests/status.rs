@@ -58,7 +58,7 @@ fn a_repeatedly_slow_worker_is_a_straggler_and_stays_a_member() {
 fn a_worker_shows_the_groups_step_once_it_has_its_state() {
     let mut job = started(JobSpec { max_workers: 4, ..spec() }, &[20]);
     deliver(&mut job, 1, committed(1, 3, &[(0, 4)]));
-    job.handle(at(0), Event::Scale { num_workers: 4 });
+    job.handle(at(0), Event::Scale(4.into()));
     connect(&mut job, 4);
     let steps: Vec<_> = job.status(at(0)).workers.iter().map(|w| w.step).collect();
     assert_eq!(steps, [Some(3), Some(3), Some(3), None]);

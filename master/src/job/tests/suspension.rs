@@ -154,7 +154,7 @@ fn a_job_whose_checkpoint_cannot_be_written_is_not_suspended() {
 #[test]
 fn workers_without_the_state_are_released_at_once() {
     let mut job = started(JobSpec { max_workers: 4, ..with_checkpoints(2) }, &[20]);
-    job.handle(at(0), Event::Scale { num_workers: 4 });
+    job.handle(at(0), Event::Scale(4.into()));
     connect(&mut job, 3);
     deliver(&mut job, 3, WorkerMessage::Ready { parameters: 10 });
     actions(&mut job);

@@ -77,9 +77,9 @@ fn table_servers_that_are_too_few_for_all_copies_are_told() {
 #[test]
 fn a_job_is_scaled_by_its_workers_alone() {
     let mut job = formed_with(2);
-    job.handle(at(1), Event::Scale { num_workers: 1 });
+    job.handle(at(1), Event::Scale(1.into()));
     assert_eq!(members(&mut job).unwrap().1, [1, 3, 4]);
-    job.handle(at(2), Event::Scale { num_workers: 3 });
+    job.handle(at(2), Event::Scale(3.into()));
     let slots: Vec<u32> = job.workers.launches().map(|(_, l)| l.slot()).collect();
     assert!(slots.iter().all(|&slot| slot < 5), "{slots:?}");
     assert_eq!(job.status(at(2)).workers_desired, 3);

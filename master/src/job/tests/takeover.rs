@@ -150,7 +150,7 @@ fn a_worker_that_reconnects_after_the_group_has_formed_also_holds_its_state() {
     deliver(&mut job, 2, returned(0));
     actions(&mut job);
     // Only a member that holds the state serves it to a joiner.
-    job.handle(at(1030), Event::Scale { num_workers: 3 });
+    job.handle(at(1030), Event::Scale(3.into()));
     connect(&mut job, 3);
     deliver(&mut job, 3, WorkerMessage::Ready { parameters: 10 });
     let donors = MasterMessage::Fetch(membership(0, &[2, 1], false).members.to_vec());
@@ -211,7 +211,7 @@ fn a_worker_whose_process_has_ended_is_lost_at_once_and_not_counted() {
 #[test]
 fn workers_that_have_no_model_yet_are_refused_and_replaced_and_ids_are_not_reused() {
     let mut job = started(JobSpec { max_workers: 4, ..spec_of(2) }, &[20]);
-    job.handle(at(1), Event::Scale { num_workers: 3 });
+    job.handle(at(1), Event::Scale(3.into()));
     connect(&mut job, 3);
     let mut job = next_master(&job, 1000);
     assert_eq!(actions(&mut job), []);
@@ -404,7 +404,7 @@ fn facts_without_another_source_are_durable_before_further_actions() {
 #[test]
 fn a_scale_down_applies_before_all_workers_have_reconnected() {
     let mut job = next_master(&started(spec_of(3), &[20]), 1000);
-    job.handle(at(1001), Event::Scale { num_workers: 2 });
+    job.handle(at(1001), Event::Scale(2.into()));
     assert_eq!(actions(&mut job), []);
     (1..=3).for_each(|i| reconnect(&mut job, 1010, i, 1));
     (1..=3).for_each(|i| deliver(&mut job, i, returned(0)));

@@ -27,7 +27,7 @@ fn members_of_a_zone_are_neighbours_and_joiners_come_to_their_zone() {
     let first = membership(1, &[1, 3, 2, 4], false);
     assert_eq!(memberships(&mut job).pop().unwrap().1, first);
     deliver(&mut job, 1, formed(1, 0, &[]));
-    job.handle(at(0), Event::Scale { num_workers: 5 });
+    job.handle(at(0), Event::Scale(5.into()));
     connect(&mut job, 5);
     locate(&mut job, 5, "a");
     actions(&mut job);

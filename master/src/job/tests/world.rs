@@ -19,6 +19,8 @@ use crate::job::testing::dataset;
 pub(super) struct World {
     pub(super) job: Job,
     pub(super) spec: JobSpec,
+    /// The highest maximum so far: workers that leave may still be members.
+    pub(super) max_workers_before: u32,
     pub(super) records: u64,
     pub(super) now: Time,
     pub(super) rng: ChaCha8Rng,
@@ -54,6 +56,7 @@ impl World {
             dies_after: None,
             masters: 1,
             job,
+            max_workers_before: spec.max_workers,
             spec,
             records,
             now: Time::default(),
@@ -185,7 +188,15 @@ impl World {
             Fault::MasterDies(None) => self.replace_master(),
             Fault::MasterDies(after) => self.dies_after = after,
             Fault::Reset(launch) => self.reset(launch),
-            Fault::Scale(num_workers) => self.event(Event::Scale { num_workers }),
+            Fault::Scale(change) => {
+                let scaled = self.job.spec().scaled(self.job.lifecycle.wanted(), change);
+                if let Some(scaled) = scaled.ok().filter(|_| self.job.lifecycle.is_running()) {
+                    self.spec.min_workers = scaled.min_workers;
+                    self.max_workers_before = self.max_workers_before.max(self.spec.max_workers);
+                    self.spec.max_workers = scaled.max_workers;
+                }
+                self.event(Event::Scale(change));
+            }
             Fault::Stop => {
                 self.stopped = true;
                 self.event(Event::Stop);

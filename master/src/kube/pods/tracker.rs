@@ -79,6 +79,8 @@ pub(super) enum PodEvent {
     Avoid(String),
     /// A pod is new, or has changed.
     Applied(Box<Pod>),
+    /// From now on the first slots, of this number, are those of the core.
+    Core(u32),
     Created(LaunchId, CreateOutcome),
     /// The creation of a launch's pod waits, and is tried again.
     CreationWaits(LaunchId, Wait),
@@ -194,6 +196,7 @@ impl PodTracker {
                 self.on_applied(&pod);
                 self.observe_gang_pod(&pod, false);
             }
+            PodEvent::Core(min_workers) => self.factory.min_workers = min_workers,
             PodEvent::Created(launch, outcome) => self.on_created(launch, outcome),
             PodEvent::CreationWaits(launch, wait) => self.on_creation_waits(launch, wait),
             PodEvent::Deleted(pod) => {

@@ -3,12 +3,13 @@
 use std::convert::Infallible;
 use std::time::Duration;
 
-use elasticdl_master::kube::anchor::{Anchor, NUM_WORKERS, SUSPEND};
+use elasticdl_master::job::Scaling;
+use elasticdl_master::kube::anchor::{Anchor, MAX_WORKERS, MIN_WORKERS, NUM_WORKERS, SUSPEND};
 use elasticdl_master::kube::client::{Cluster, ClusterChoice, ClusterError};
-use elasticdl_master::kube::declaration::{Declaration, Holder, OPTIONS, Requested};
+use elasticdl_master::kube::declaration::{Asked, Declaration, Holder, OPTIONS, Requested};
 use elasticdl_master::kube::existing::ExistingJob;
 use elasticdl_master::kube::objects::{Objects, Request, Task};
-use elasticdl_master::kube::{master_pods, submit};
+use elasticdl_master::kube::{master_pods, scaling, submit};
 use tokio::time::{Instant, sleep};
 use toml::{Table, Value};
 
@@ -104,7 +105,7 @@ impl DeclaredJob {
 
     /// Ensures that the job exists, and is as these options ask for.
     async fn take_up(&self, options: Option<String>) -> Result<(), End> {
-        let asked = self.parse(options.clone(), None).map_err(End::invalid)?;
+        let asked = self.parse(options.clone()).map_err(End::invalid)?;
         set_log_format(asked.output.log_format);
         let give_up = Instant::now() + OTHER_TIMEOUT;
         let (mut printed, mut recorded) = (None, None);
@@ -260,52 +261,39 @@ impl DeclaredJob {
             )
         })?;
         let spec = &task.job;
-        let asked = self.parse(options.clone(), None)?;
+        let present = scaling::task(&data).map_or(spec.max_workers, |task| task.job.max_workers);
+        let asked = self.parse(options)?;
         let (request, objects) = self.prepare(&asked).await?;
-        let (number, suspend) = (request.task.job.num_workers, asked.job.lifecycle.suspend);
-        let scaled = spec.check_scale(number).map_err(|why| format!("`{NUM_WORKERS}`: {why}"));
+        let (job, suspend) = (&request.task.job, asked.job.lifecycle.suspend);
+        // A maximum that is not given follows from the number of workers where that needs it.
+        let follows = (job.num_workers > present).then_some(job.max_workers);
+        let max_workers = asked.workers.max_workers.or(follows);
+        let scaling = Scaling { max_workers, ..Scaling::from(job) };
         let suspendable = if suspend { backend::check_suspendable(spec) } else { Ok(()) };
         let suspended = suspendable.map_err(|failure| failure.text);
-        let possible = Requested {
-            num_workers: scaled.is_ok().then_some(number),
-            suspend: suspended.is_ok().then_some(suspend),
-        };
-        let requested = self.declaration.request(self.name(), &task, possible).await?;
+        let possible = Asked { scaling, suspend: suspended.is_ok().then_some(suspend) };
+        let Requested { changed, refused } =
+            self.declaration.request(self.name(), &task, possible).await?;
         let existing = ExistingJob::find(&self.cluster, self.name(), &objects).await?;
         let mut fixed = existing.map(|job| job.differences).unwrap_or_default();
-        // The maximum follows from the number of workers at the submission unless it is given.
-        let is_given = asked.workers.max_workers.is_some()
-            || self.max_workers(options, spec.num_workers)? != spec.max_workers;
-        fixed.retain(|differs| match &*differs.option {
-            NUM_WORKERS | SUSPEND => false,
-            MAX_WORKERS => is_given,
-            _ => true,
-        });
+        fixed.retain(|differs| !CHANGEABLE.contains(&&*differs.option));
         let fixed = fixed.iter().map(ToString::to_string);
         let refused: Vec<String> =
-            scaled.err().into_iter().chain(suspended.err()).chain(fixed).collect();
+            refused.into_iter().chain(suspended.err()).chain(fixed).collect();
         let refused = (!refused.is_empty()).then(|| {
+            let (last, others) = CHANGEABLE.split_last().expect("there are some");
             format!(
-                "`{NUM_WORKERS}` and `{SUSPEND}` can be changed while the job runs; for other \
-                 options, delete the Job and apply it again. The job goes on as it is: {}",
+                "`{}` and `{last}` can be changed while the job runs; for other options, delete \
+                 the Job and apply it again. The job goes on as it is: {}",
+                others.join("`, `"),
                 refused.join("; ")
             )
         });
-        Ok(((!requested.is_empty()).then(|| requested.join(", ")), refused))
+        Ok(((!changed.is_empty()).then(|| changed.join(", ")), refused))
     }
 
-    /// The maximum of a job with this number of workers, if the options do not have it.
-    fn max_workers(&self, options: Option<String>, num_workers: u32) -> Result<u32, Failure> {
-        let asked = self.parse(options, Some(num_workers))?;
-        asked.spec(self.name().into(), |_, path| Ok(path.into())).map(|spec| spec.max_workers)
-    }
-
-    /// Reads options, with this number of workers if one is given, which may be any.
-    fn parse(
-        &self,
-        options: Option<String>,
-        num_workers: Option<u32>,
-    ) -> Result<StartRequest, Failure> {
+    /// Reads options.
+    fn parse(&self, options: Option<String>) -> Result<StartRequest, Failure> {
         let origin = format!("the annotation {OPTIONS} of the Job {}", self.name());
         let text = options.ok_or_else(|| {
             Failure::usage(format!("{origin} is missing; it has the options of `--config` files"))
@@ -316,10 +304,6 @@ impl DeclaredJob {
         table.insert("job-name".into(), Value::String(self.name().into()));
         let image = || Value::String(self.declaration.image.clone());
         table.entry("image").or_insert_with(image);
-        if let Some(number) = num_workers {
-            table.insert(NUM_WORKERS.into(), Value::Integer(number.into()));
-            table.remove("min-workers");
-        }
         (self.read)(&origin, table)
     }
 
@@ -362,7 +346,8 @@ const NOT_DECLARED: [(&str, &str); 19] = [
     ("tee", "`elasticdl logs` shows what workers print"),
     ("ttl-after-finished", "`ttlSecondsAfterFinished` of the Job deletes the job with it"),
 ];
-const MAX_WORKERS: &str = "max-workers";
+/// Options that a job takes over while it runs.
+const CHANGEABLE: [&str; 4] = [NUM_WORKERS, MIN_WORKERS, MAX_WORKERS, SUSPEND];
 /// The host name of a pod's containers is the pod's name.
 const HOST_NAME: &str = "/proc/sys/kernel/hostname";
 /// Time for the objects of a former job of this name to be collected.

@@ -66,6 +66,22 @@ fn handle(tracker: &mut PodTracker, seconds: u64, event: PodEvent) -> Vec<PodAct
     std::iter::from_fn(|| tracker.poll_action()).collect()
 }
 
+#[test]
+fn a_pod_that_is_created_after_a_change_of_the_core_has_the_class_of_its_slot() {
+    let mut tracker = tracker_with(Some(PriorityTiers::shipped()));
+    let class = |tracker: &mut PodTracker, launch, slot| {
+        let actions = handle(tracker, 0, PodEvent::Start(LaunchId(launch), slot));
+        match actions.last() {
+            Some(PodAction::Create(_, pod)) => pod.spec.clone()?.priority_class_name,
+            _ => panic!("{actions:?}"),
+        }
+    };
+    let before = [class(&mut tracker, 1, 0), class(&mut tracker, 2, 1)];
+    assert_eq!(handle(&mut tracker, 0, PodEvent::Core(2)), []);
+    assert_eq!(before, ["elasticdl-core", "elasticdl-tier-1"].map(|name| Some(name.into())));
+    assert_eq!([class(&mut tracker, 3, 1), class(&mut tracker, 4, 2)], before);
+}
+
 /// A tracker whose launch is being created.
 fn started() -> PodTracker {
     let mut tracker = tracker_with(None);

@@ -1,0 +1,45 @@
+//! Changes of a running job's number of workers, and of its limits.
+
+use serde::{Deserialize, Serialize};
+
+/// What a user changes of the number of workers of a job, and of its limits; `None` stays as it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct Scaling {
+    /// Workers to keep. `None`: those before, or the limit that they exceed from now on.
+    pub num_workers: Option<u32>,
+    /// Minimum number of workers.
+    pub min_workers: Option<u32>,
+    /// Maximum number of workers.
+    pub max_workers: Option<u32>,
+}
+
+impl Scaling {
+    /// The values that differ from those in `before`.
+    #[must_use]
+    pub fn since(self, before: Self) -> Self {
+        let new = |now: Option<u32>, before| now.filter(|_| now != before);
+        Self {
+            num_workers: new(self.num_workers, before.num_workers),
+            min_workers: new(self.min_workers, before.min_workers),
+            max_workers: new(self.max_workers, before.max_workers),
+        }
+    }
+
+    /// These values, and those of `other` where there are none.
+    #[must_use]
+    pub fn or(self, other: Self) -> Self {
+        Self {
+            num_workers: self.num_workers.or(other.num_workers),
+            min_workers: self.min_workers.or(other.min_workers),
+            max_workers: self.max_workers.or(other.max_workers),
+        }
+    }
+}
+
+/// Only the number of workers changes.
+impl From<u32> for Scaling {
+    fn from(num_workers: u32) -> Self {
+        Self { num_workers: Some(num_workers), ..Self::default() }
+    }
+}
