@@ -4,7 +4,9 @@
 mod bench;
 mod event_log;
 mod events;
+mod step_log;
 
 pub use bench::{Bench, DisturbedEnded, DisturbedJob, RECORDS_PER_WORKER, hang_file};
 pub use event_log::{Commit, EventLog, EventLogs, EventWriter, LogEntry, now};
 pub use events::{Kind, Measured, disturb, disturb_running};
+pub use step_log::{LoggedRule, StepLog};

@@ -159,7 +159,7 @@ impl Assignment {
         header.compute_us = self.pending.compute_us;
         header.input_us = self.pending.input_us;
         header.row_touches = self.pending.row_touches;
-        header.cost = self.pace.cost();
+        header.cost = self.pace_with_pending().cost();
         header.readable = if self.has_unread { Some(0) } else { self.readable };
     }
 
@@ -167,10 +167,17 @@ impl Assignment {
     /// audited.
     pub(super) fn commit(&mut self, job: &JobPlan, headers: &[StepHeader]) -> bool {
         let is_audited = self.audit.commit(job, headers);
-        let pending = std::mem::take(&mut self.pending);
-        let records = pending.ranges.iter().map(RecordRange::len).sum();
-        self.pace.note(records, pending.compute_us);
+        self.pace = self.pace_with_pending();
+        self.pending = Pending::default();
         is_audited
+    }
+
+    /// The pace of this rank if the step absorbs the pending gradient.
+    fn pace_with_pending(&self) -> Pace {
+        let mut pace = self.pace;
+        let records = self.pending.ranges.iter().map(RecordRange::len).sum();
+        pace.note(records, self.pending.compute_us);
+        pace
     }
 
     /// Discards the pending gradient: it is that of a state which this rank gives up.

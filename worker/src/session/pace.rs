@@ -11,6 +11,8 @@ pub(super) struct Pace {
     is_warm: bool,
     /// Time per record, in nanoseconds, smoothed over steps; 0: not known.
     smoothed: u64,
+    /// That of the last step alone.
+    last: u64,
     published: u64,
 }
 
@@ -25,9 +27,11 @@ impl Pace {
             return;
         } else {
             let cost = (compute_us.saturating_mul(1000) / records).clamp(1, COST_MAX);
+            let last = std::mem::replace(&mut self.last, cost);
             self.smoothed = match self.smoothed {
                 0 => cost,
-                before => (before * (SMOOTHING - 1) + cost).div_ceil(SMOOTHING),
+                before => changed(before, last.min(cost), last.max(cost))
+                    .unwrap_or_else(|| (before * (SMOOTHING - 1) + cost).div_ceil(SMOOTHING)),
             };
         }
         if self.smoothed.abs_diff(self.published) > self.published / TOLERANCE {
@@ -39,6 +43,13 @@ impl Pace {
     pub(super) fn cost(&self) -> u64 {
         self.published
     }
+}
+
+/// What has become of a time if the least and the most of the last two steps are on the same side
+/// of it, and not near: a host has got or lost a part of its cores. Of the two the nearer one.
+fn changed(before: u64, least: u64, most: u64) -> Option<u64> {
+    let margin = before / JUMP;
+    if least > before + margin { Some(least) } else { (most < before - margin).then_some(most) }
 }
 
 /// Times per record, from nanoseconds to a unit in which they are small: [`EQUAL`] for the fastest
@@ -68,6 +79,9 @@ const TOLERANCE: u64 = 8;
 /// Number of steps over which times are smoothed.
 const SMOOTHING: u64 = 4;
 
+/// A time that is off by more than this part in two steps, one after the other, is no chance.
+const JUMP: u64 = 4;
+
 /// A rank without records forgets this part of its time per step.
 const FORGETTING: u64 = 16;
 
@@ -91,6 +105,19 @@ mod tests {
         assert_eq!(pace_of(&[900, 100, 110, 90, 110, 90]).cost(), 100_000);
         let slower = pace_of(&[[900, 100].as_slice(), &[200; 20]].concat()).cost();
         assert!((175_000..=200_000).contains(&slower), "{slower}");
+    }
+
+    #[test]
+    fn a_time_that_has_changed_is_known_after_two_steps_and_a_slow_step_changes_little() {
+        let before = [900, 100, 100, 100];
+        for (after, expected) in [(200, 200_000), (400, 400_000), (50, 50_000), (90, 100_000)] {
+            let changed = pace_of(&[before.as_slice(), &[after; 2]].concat());
+            assert_eq!(changed.cost(), expected, "{changed:?}");
+        }
+        let outlier = pace_of(&[before.as_slice(), &[300, 100, 100, 100]].concat());
+        assert!(outlier.smoothed < 125_000, "{outlier:?}");
+        // Of two steps that differ, the nearer one counts.
+        assert_eq!(pace_of(&[before.as_slice(), &[900, 500]].concat()).cost(), 500_000);
     }
 
     #[test]

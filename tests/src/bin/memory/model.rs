@@ -1,18 +1,16 @@
 //! The model of the jobs: as many parameters as are asked for, and next to no computing.
 
-use std::cell::RefCell;
+use std::cell::OnceCell;
 use std::fs;
 use std::path::PathBuf;
-use std::rc::Rc;
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
 use elasticdl::{
-    AdamW, Gradients, HalfModel, Loss, Model, NamedTensor, Optimizer, Sgd, Update, UpdateRule,
-    UserError,
+    AdamW, Gradients, HalfModel, Loss, Model, NamedTensor, Optimizer, Sgd, UpdateRule, UserError,
 };
 use elasticdl_tests::HalfParameters;
-use elasticdl_tests::churn::{Commit, EventWriter, LogEntry};
+use elasticdl_tests::churn::StepLog;
 
 /// A model whose gradient has no zero, so that each page of each buffer is in use.
 #[derive(Debug, Parser)]
@@ -28,19 +26,9 @@ pub(crate) struct Sized {
     #[arg(long)]
     event_logs: Option<PathBuf>,
     #[arg(skip)]
-    log: Rc<RefCell<Log>>,
+    log: OnceCell<StepLog>,
     #[arg(skip)]
     half: HalfParameters,
-}
-
-/// The event log of this worker, if it writes one.
-#[derive(Debug, Default)]
-struct Log {
-    writer: Option<EventWriter>,
-    /// Records that this worker has computed since the last step.
-    pending: u64,
-    /// The step of the last update, of which there is one for each chunk of a sharded optimizer.
-    last: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -68,20 +56,15 @@ impl Model for Sized {
     ) -> Result<Loss, UserError> {
         std::thread::sleep(Duration::from_millis(self.compute_ms));
         gradients.sum().iter_mut().for_each(|sum| *sum += 1.0);
-        let mut log = self.log.borrow_mut();
-        if let (None, Some(folder)) = (&log.writer, &self.event_logs) {
-            log.writer = Some(EventWriter::create(folder)?);
-        }
-        log.pending += batch.len() as u64;
+        self.log().computed(batch.len() as u64)?;
         Ok(Loss::Sum(batch.len() as f64))
     }
 
     fn optimizer(&self) -> impl UpdateRule {
-        let rule = match self.optimizer {
+        self.log().rule(match self.optimizer {
             Rule::Adamw => Optimizer::from(AdamW::new(1e-3)),
             Rule::Sgd => Sgd::new(1e-3).into(),
-        };
-        Logged { rule, log: Rc::clone(&self.log) }
+        })
     }
 
     /// The resident memory of this process that is not shared, in KiB; nothing if it writes an
@@ -96,36 +79,8 @@ impl Model for Sized {
     }
 }
 
-/// An optimizer that logs when each step's update begins.
-struct Logged {
-    rule: Optimizer,
-    log: Rc<RefCell<Log>>,
-}
-
-impl UpdateRule for Logged {
-    fn slots(&self) -> usize {
-        self.rule.slots()
-    }
-
-    fn is_elementwise(&self) -> bool {
-        true
-    }
-
-    fn apply(&mut self, update: Update<'_>) -> Result<(), UserError> {
-        let Update { step, records, .. } = update;
-        let Log { writer, pending, last } = &mut *self.log.borrow_mut();
-        if last.replace(step) != Some(step)
-            && let Some(writer) = writer
-        {
-            let own = std::mem::take(pending);
-            writer.write(LogEntry::Committed(Commit {
-                step,
-                records,
-                own,
-                ..Commit::default()
-            }))?;
-        }
-        self.rule.apply(update);
-        Ok(())
+impl Sized {
+    fn log(&self) -> &StepLog {
+        self.log.get_or_init(|| StepLog::new(self.event_logs.as_deref()))
     }
 }
