@@ -95,12 +95,12 @@ impl<'a> ChainReduce<'a> {
     fn exchange(&mut self, src: &[f32], dst: &mut [f32]) -> Result<(), Fault> {
         let RankInfo { rank, .. } = self.rank_info;
         let other = 1 - rank;
-        let message = self.encode(UP, rank..rank + 1, src);
         let mut ports = [self.port(Side::Next), self.port(Side::Prev)];
-        ports[0].outgoing = Some((message, 0));
+        ports[0].outgoing = Some(self.head(UP, rank..rank + 1, src.len()));
         ports[1].incoming = Some(self.expect(UP, Side::Prev, other..other + 1, src.len()));
-        self.pump(&mut ports)?;
-        add(src, &self.open(&mut ports[1])?, rank == 0, dst);
+        self.pump(&mut ports, src)?;
+        dst.copy_from_slice(src);
+        self.open(&mut ports[1])?.add_to(dst, rank == 0);
         Ok(())
     }
 
@@ -110,17 +110,17 @@ impl<'a> ChainReduce<'a> {
         let sides = if is_even { [Side::Next, Side::Prev] } else { [Side::Prev, Side::Next] };
         let (pair, other_pair) = (rank & !1, !rank & 2);
         let mut ports = sides.map(|side| Port { needed: true, ..self.port(side) });
-        ports[0].outgoing = Some((self.encode(UP, rank..rank + 1, src), 0));
+        ports[0].outgoing = Some(self.head(UP, rank..rank + 1, src.len()));
         ports[0].incoming = Some(self.expect(UP, sides[0], rank ^ 1..(rank ^ 1) + 1, src.len()));
         // The other pair may be faster.
         let ranks = other_pair..other_pair + 2;
         ports[1].incoming = Some(self.expect(DOWN, sides[1], ranks, src.len()));
-        self.pump_first(1, &mut ports)?;
-        add(src, &self.open(&mut ports[0])?, is_even, dst);
-        ports[1].outgoing = Some((self.encode(DOWN, pair..pair + 2, dst), 0));
-        self.pump(&mut ports[1..])?;
-        let own = dst.to_vec();
-        add(&own, &self.open(&mut ports[1])?, pair == 0, dst);
+        self.pump_first(1, &mut ports, src)?;
+        dst.copy_from_slice(src);
+        self.open(&mut ports[0])?.add_to(dst, is_even);
+        ports[1].outgoing = Some(self.head(DOWN, pair..pair + 2, dst.len()));
+        self.pump(&mut ports[1..], dst)?;
+        self.open(&mut ports[1])?.add_to(dst, pair == 0);
         Ok(())
     }
 
@@ -144,44 +144,48 @@ impl<'a> ChainReduce<'a> {
         }
         let mut ports = children;
         ports.extend(position.parent.map(|side| Port { needed: true, ..self.port(side) }));
-        self.pump(&mut ports)?;
+        self.pump(&mut ports, &[])?;
         for child in ports.iter_mut().filter(|port| port.incoming.is_some()) {
-            for (sum, part) in dst.iter_mut().zip(self.open(child)?) {
-                *sum += part;
-            }
+            self.open(child)?.add_to(dst, true);
         }
 
         if let Some(side) = position.parent {
             let parent = ports.last_mut().expect("the parent's port is the last one");
-            parent.outgoing = Some((self.encode(UP, position.subtree, dst), 0));
+            parent.outgoing = Some(self.head(UP, position.subtree, dst.len()));
             parent.incoming = Some(self.expect(DOWN, side, 0..world, src.len()));
-            self.pump(&mut ports)?;
+            self.pump(&mut ports, dst)?;
             let mut parent = ports.pop().expect("the parent's port is the last one");
-            dst.copy_from_slice(&self.open(&mut parent)?);
+            self.open(&mut parent)?.copy_to(dst);
         }
         if ports.is_empty() {
             return Ok(());
         }
-        let message = self.encode(DOWN, 0..world, dst);
+        let head = self.head(DOWN, 0..world, dst.len());
         for child in &mut ports {
-            child.outgoing = Some((message.clone(), 0));
+            child.outgoing = Some(head.clone());
             child.needed = false;
         }
-        self.pump(&mut ports)
+        self.pump(&mut ports, dst)
     }
 
-    /// Returns when every outgoing message is sent and every incoming one is complete.
-    fn pump(&mut self, ports: &mut [Port<'a>]) -> Result<(), Fault> {
-        self.pump_first(ports.len(), ports)
+    /// Returns when every outgoing message is sent and every incoming one is complete. `elements`:
+    /// those of the outgoing ones.
+    fn pump(&mut self, ports: &mut [Port<'a>], elements: &[f32]) -> Result<(), Fault> {
+        self.pump_first(ports.len(), ports, elements)
     }
 
     /// As [`pump`](Self::pump), when this is so of the first `count` ports.
-    fn pump_first(&mut self, count: usize, ports: &mut [Port<'a>]) -> Result<(), Fault> {
+    fn pump_first(
+        &mut self,
+        count: usize,
+        ports: &mut [Port<'a>],
+        elements: &[f32],
+    ) -> Result<(), Fault> {
         let mut spin_wait = SpinWait::for_bytes(0);
         loop {
             let mut moved = false;
             for index in 0..ports.len() {
-                match ports[index].step(&mut self.progress) {
+                match ports[index].step(elements, &mut self.progress) {
                     Ok(flow) => moved |= flow,
                     Err(fault) => {
                         let fault = root_cause(fault, ports, &mut self.progress, index);
@@ -245,22 +249,19 @@ impl<'a> ChainReduce<'a> {
         Ok(())
     }
 
-    /// Encodes the notes of `ranks` and the elements as one message.
-    fn encode(&self, step: u32, ranks: Range<usize>, elements: &[f32]) -> Vec<u8> {
+    /// A message, up to its elements, of which there are `len`, with the notes of `ranks`.
+    fn head(&self, step: u32, ranks: Range<usize>, len: usize) -> Outgoing {
         let notes = &self.notes[ranks];
         let note_bytes = notes.iter().map(|note| NOTE_LEN_BYTES + note.len()).sum();
-        let frame = Frame {
-            note_bytes: to_wire(note_bytes),
-            ..self.frame(step, self.rank_info.rank, elements.len())
-        };
-        let mut message = Vec::with_capacity(FRAME_BYTES + note_bytes + size_of_val(elements));
-        message.extend_from_slice(&frame.encode());
+        let note_len = to_wire(note_bytes);
+        let frame = Frame { note_bytes: note_len, ..self.frame(step, self.rank_info.rank, len) };
+        let mut head = Vec::with_capacity(FRAME_BYTES + note_bytes);
+        head.extend_from_slice(&frame.encode());
         for note in notes {
-            message.extend_from_slice(&to_wire(note.len()).to_le_bytes());
-            message.extend_from_slice(note);
+            head.extend_from_slice(&to_wire(note.len()).to_le_bytes());
+            head.extend_from_slice(note);
         }
-        message.extend_from_slice(bytemuck::cast_slice(elements));
-        message
+        Outgoing { head, written: 0 }
     }
 
     fn expect(&self, step: u32, side: Side, ranks: Range<usize>, len: usize) -> Incoming {
@@ -286,14 +287,13 @@ impl<'a> ChainReduce<'a> {
         }
     }
 
-    /// Stores the notes of a complete message and returns its elements.
-    fn open(&mut self, port: &mut Port<'a>) -> Result<Vec<f32>, Fault> {
+    /// Stores the notes of a complete message, and returns it.
+    fn open(&mut self, port: &mut Port<'a>) -> Result<Incoming, Fault> {
         let incoming = port.incoming.take().expect("the message is expected");
-        let (note, body) = incoming.parts();
-        self.take_notes(incoming.ranks.clone(), note)
+        let (notes, _) = incoming.parts();
+        self.take_notes(incoming.ranks.clone(), notes)
             .map_err(|reason| port.side.fault(LinkFault::Broken(reason)))?;
-        let (elements, _) = body.as_chunks();
-        Ok(elements.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect())
+        Ok(incoming)
     }
 
     fn take_notes(&mut self, ranks: Range<usize>, bytes: &[u8]) -> Result<(), String> {
@@ -336,8 +336,7 @@ struct Port<'a> {
     /// Whether a later phase of the operation needs the link, so that its end is a failure even
     /// when no message is in progress. A neighbour that has received everything may leave.
     needed: bool,
-    /// A message, and the number of its bytes that are sent.
-    outgoing: Option<(Vec<u8>, usize)>,
+    outgoing: Option<Outgoing>,
     /// Message being received; a complete one stays until it is opened.
     incoming: Option<Incoming>,
 }
@@ -352,22 +351,34 @@ impl Port<'_> {
     }
 
     /// Sends and receives as much as possible without blocking. Returns whether any byte moved.
-    fn step(&mut self, progress: &mut TransferProgress<'_>) -> Result<bool, Fault> {
-        let sent = self.send(progress).map_err(|fault| self.side.fault(fault))?;
+    fn step(
+        &mut self,
+        elements: &[f32],
+        progress: &mut TransferProgress<'_>,
+    ) -> Result<bool, Fault> {
+        let sent = self.send(elements, progress).map_err(|fault| self.side.fault(fault))?;
         let received = self.receive(progress).map_err(|fault| self.side.fault(fault))?;
         Ok(sent || received)
     }
 
-    fn send(&mut self, progress: &mut TransferProgress<'_>) -> Result<bool, LinkFault> {
-        let Some((message, written)) = &mut self.outgoing else { return Ok(false) };
-        let sent = self.link.send(&[IoSlice::new(&message[*written..])]);
+    fn send(
+        &mut self,
+        elements: &[f32],
+        progress: &mut TransferProgress<'_>,
+    ) -> Result<bool, LinkFault> {
+        let Some(Outgoing { head, written }) = &mut self.outgoing else { return Ok(false) };
+        let body: &[u8] = bytemuck::cast_slice(elements);
+        let sent = match written.checked_sub(head.len()) {
+            None => self.link.send(&[IoSlice::new(&head[*written..]), IoSlice::new(body)]),
+            Some(of_body) => self.link.send(&[IoSlice::new(&body[of_body..])]),
+        };
         let Some(bytes) = sent.map_err(LinkFault::Lost)? else { return Ok(false) };
         *written += bytes;
         match self.side {
             Side::Next => progress.on_sent(bytes),
             Side::Prev => progress.on_sent_back(bytes),
         }
-        if *written == message.len() {
+        if *written == head.len() + body.len() {
             self.outgoing = None;
         }
         Ok(true)
@@ -387,6 +398,15 @@ impl Port<'_> {
         }
         Ok(true)
     }
+}
+
+/// A message that is being sent.
+#[derive(Clone)]
+struct Outgoing {
+    /// What comes before the elements.
+    head: Vec<u8>,
+    /// Number of bytes, of both, that are sent.
+    written: usize,
 }
 
 /// A message that is being received.
@@ -430,12 +450,30 @@ impl Incoming {
         let note_bytes = self.note_bytes.expect("the message is complete");
         self.bytes[FRAME_BYTES..].split_at(note_bytes)
     }
+
+    /// Writes the elements of a complete message to `dst`.
+    fn copy_to(&self, dst: &mut [f32]) {
+        bytemuck::cast_slice_mut(dst).copy_from_slice(self.parts().1);
+    }
+
+    /// Adds the elements of a complete message to `dst`, which is the part of lower ranks if it
+    /// `is_lower`.
+    fn add_to(&self, dst: &mut [f32], is_lower: bool) {
+        let (mut own, mut theirs) = ([0.0; ADDED_AT_ONCE], [0.0; ADDED_AT_ONCE]);
+        let blocks = self.parts().1.chunks(size_of_val(&own));
+        for (dst, block) in dst.chunks_mut(ADDED_AT_ONCE).zip(blocks) {
+            let (own, theirs) = (&mut own[..dst.len()], &mut theirs[..dst.len()]);
+            own.copy_from_slice(dst);
+            bytemuck::cast_slice_mut(theirs).copy_from_slice(block);
+            if is_lower { add(own, theirs, dst) } else { add(theirs, own, dst) }
+        }
+    }
 }
 
-/// Writes the sum of two parts. All ranks add that of the lower ranks first: which of two NaNs a
-/// sum keeps depends on the order of the operands.
-fn add(own: &[f32], theirs: &[f32], is_lower: bool, dst: &mut [f32]) {
-    let (first, second) = if is_lower { (own, theirs) } else { (theirs, own) };
+/// Writes the sum of two parts, of which that of the lower ranks is the first: which of two NaNs a
+/// sum keeps depends on the order of the operands, so this function must not know which is whose.
+#[inline(never)]
+fn add(first: &[f32], second: &[f32], dst: &mut [f32]) {
     for ((sum, first), second) in dst.iter_mut().zip(first).zip(second) {
         *sum = first + second;
     }
@@ -462,6 +500,9 @@ fn root_cause(
     }
     fault
 }
+
+/// Number of floats that stay in the nearest cache while they are added.
+const ADDED_AT_ONCE: usize = 1024;
 
 const UP: u32 = 0;
 
