@@ -218,13 +218,13 @@ pub(crate) async fn follow(
         if !is_open {
             return trouble;
         }
-        is_open = wait(&mut known).await;
+        is_open = wait(&mut known, SEND_INTERVAL).await;
     }
 }
 
-/// Waits until the next points are due. Returns whether the job goes on.
-pub(crate) async fn wait(known: &mut watch::Receiver<Option<Snapshot>>) -> bool {
-    let due = Instant::now() + SEND_INTERVAL;
+/// Waits until what is known is to be sent again. Returns whether the job goes on.
+pub(crate) async fn wait<T>(known: &mut watch::Receiver<T>, interval: Duration) -> bool {
+    let due = Instant::now() + interval;
     loop {
         tokio::select! {
             () = tokio::time::sleep_until(due) => return known.has_changed().is_ok(),
@@ -264,7 +264,7 @@ const PARAMETER_CHARS_MAX: usize = 500;
 /// Values that wait for a server: of curves, and of evaluations.
 const CURVE_VALUES_MAX: usize = 600;
 const EVALUATION_VALUES_MAX: usize = 100_000;
-const SEND_INTERVAL: Duration = Duration::from_secs(5);
+pub(crate) const SEND_INTERVAL: Duration = Duration::from_secs(5);
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 /// Tag with the id that all masters of a job share.
 const TAG: &str = "elasticdl.run_id";

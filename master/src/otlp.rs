@@ -31,7 +31,7 @@ use tracing::{info, warn};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
 use crate::job::{Event, Interval, Snapshot, Traced};
-use crate::mlflow::wait;
+use crate::mlflow::{SEND_INTERVAL, wait};
 
 /// The export of a job's spans.
 #[derive(Debug)]
@@ -219,7 +219,7 @@ impl Traces {
         is_told: &mut bool,
     ) -> Option<String> {
         loop {
-            let is_open = wait(known).await;
+            let is_open = wait(known, SEND_INTERVAL).await;
             let snapshot = known.borrow_and_update().clone();
             snapshot.iter().for_each(|snapshot| self.take(snapshot));
             let error = self.send().await.err();

@@ -6,16 +6,29 @@
 //!  Job <job>, the document ──owns──► Job <job>-master ──owns──► anchor ──owns──► the rest
 //! ```
 //!
-//! **Invariant:** of the document only `spec.backoffLimit` is written, which users leave out, so
-//! that what they have applied stays what the cluster has.
+//! With Kubeflow Trainer the document is a `TrainJob`, from which its controller makes the Job:
+//!
+//! ```text
+//!  TrainJob <job> ──owns──► JobSet <job> ──owns──► Job <job>-node-0 ──owns──► Job <job>-master ─► …
+//! ```
+//!
+//! **Invariant:** of the document only `spec.backoffLimit` of a Job is written, which users leave
+//! out, and `status.trainerStatus` of a `TrainJob`, so that what they have applied stays what the
+//! cluster has.
 
+use std::fmt::Debug;
+
+use elasticdl_proto::Status;
+use k8s_openapi::NamespaceResourceScope;
 use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::{ConfigMap, ObjectReference, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference, Time};
 use k8s_openapi::jiff::Timestamp;
-use kube::Api;
 use kube::api::PostParams;
+use kube::{Api, Resource};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
 use tracing::debug;
 
 use super::anchor::{Anchor, Data, SUSPEND};
@@ -24,19 +37,40 @@ use super::objects::{self, Objects, Task};
 use super::requests::request;
 use super::retry::retry;
 use super::scaling::{self, Rescaling};
+use super::train_job::{self, TrainJob, TrainJobSpec};
 use super::watch::{Change, Selection, Watch};
 use super::{events, succession};
 use crate::job::Scaling;
 
-/// The Job to which the pod of this process belongs.
+/// The Job to which the pod of this process belongs, and the `TrainJob` to which the Job does.
 #[derive(Clone, Debug)]
 pub struct Declaration {
     cluster: Cluster,
-    /// Name of the Job.
+    /// Name of the document, and of the training job.
     pub name: String,
+    /// Name of the Job.
+    job: String,
     uid: String,
     /// Image of the pod.
     pub image: String,
+    train_job: Option<DeclaringTrainJob>,
+}
+
+/// A `TrainJob` that is a document.
+#[derive(Clone, Debug)]
+struct DeclaringTrainJob {
+    uid: String,
+    /// Options that its runtime has, in the annotation of the Job.
+    runtime: Option<String>,
+}
+
+/// What a document asks for.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Document {
+    /// The annotation [`OPTIONS`]. `None`: there is none.
+    pub options: Option<String>,
+    /// Fields of a `TrainJob`. `None`: the document is a Job.
+    pub train_job: Option<TrainJobSpec>,
 }
 
 /// Who has the name of a declared job in the cluster.
@@ -84,45 +118,76 @@ struct Changeable {
 }
 
 impl Declaration {
-    /// Finds the Job that has created this pod. `None`: the pod belongs to no Job.
+    /// Finds the Job that has created this pod, for the `TrainJob` of this name if one is given.
+    /// `None`: the pod belongs to no Job.
     ///
     /// # Errors
     /// [`ClusterError`].
-    pub async fn of_pod(cluster: &Cluster, pod: &str) -> Result<Option<Self>, ClusterError> {
-        let doing = format!("read the pod {pod}");
-        let pods: Api<Pod> = cluster.api();
-        let read = async || pods.get(pod).await.map_err(|error| cluster.explain(&doing, error));
-        let Pod { metadata, spec, .. } = retry(&doing, read).await?;
+    pub async fn of_pod(
+        cluster: &Cluster,
+        pod: &str,
+        train_job: Option<&str>,
+    ) -> Result<Option<Self>, ClusterError> {
+        let Pod { metadata, spec, .. } = read(cluster, pod).await?;
         let owners = metadata.owner_references.unwrap_or_default();
         let job = owners.into_iter().find(|o| o.kind == "Job" && o.controller == Some(true));
+        let Some(OwnerReference { name: job, uid, .. }) = job else { return Ok(None) };
         let image = spec.and_then(|spec| spec.containers.into_iter().next()?.image);
-        Ok(job.map(|OwnerReference { name, uid, .. }| Self {
-            cluster: cluster.clone(),
-            name,
-            uid,
-            image: image.unwrap_or_default(),
-        }))
+        let (name, train_job) = match train_job {
+            None => (job.clone(), None),
+            Some(name) => {
+                let TrainJob { metadata, .. } = read(cluster, name).await?;
+                let runtime = options(&read::<Job>(cluster, &job).await?.metadata);
+                let uid = metadata.uid.unwrap_or_default();
+                (name.to_owned(), Some(DeclaringTrainJob { uid, runtime }))
+            }
+        };
+        let (cluster, image) = (cluster.clone(), image.unwrap_or_default());
+        Ok(Some(Self { cluster, name, job, uid, image, train_job }))
     }
 
-    /// Reads the options that the Job has. `None`: it has none.
+    /// Kind of the document.
+    #[must_use]
+    pub fn kind(&self) -> &'static str {
+        if self.train_job.is_some() { train_job::KIND } else { "Job" }
+    }
+
+    /// Options that the runtime of a `TrainJob` has for those that name it.
+    #[must_use]
+    pub fn runtime_options(&self) -> Option<&str> {
+        self.train_job.as_ref()?.runtime.as_deref()
+    }
+
+    /// Reads the document.
     ///
     /// # Errors
     /// [`ClusterError`].
-    pub async fn options(&self) -> Result<Option<String>, ClusterError> {
-        let doing = format!("read the Job {}", self.name);
-        let jobs: Api<Job> = self.cluster.api();
-        let read = async || {
-            jobs.get(&self.name).await.map_err(|error| self.cluster.explain(&doing, error))
-        };
-        Ok(options(&retry(&doing, read).await?))
+    pub async fn document(&self) -> Result<Document, ClusterError> {
+        Ok(match self.train_job {
+            None => read::<Job>(&self.cluster, &self.name).await?.into(),
+            Some(_) => read::<TrainJob>(&self.cluster, &self.name).await?.into(),
+        })
     }
 
-    /// Watches the options. Must be called within a runtime.
+    /// Watches the document. Must be called within a runtime.
     #[must_use]
-    pub fn watch(&self) -> OptionsWatch {
+    pub fn watch(&self) -> DocumentWatch {
         let fields = Some(format!("metadata.name={}", self.name));
-        let watch = Watch::start(self.cluster.api(), Selection { fields, labels: None });
-        OptionsWatch { watch, uid: self.uid.clone() }
+        let selection = Selection { fields, labels: None };
+        let cluster = &self.cluster;
+        let (watch, uid) = match &self.train_job {
+            None => (KindWatch::Job(Watch::start(cluster.api(), selection)), &self.uid),
+            Some(of) => (KindWatch::TrainJob(Watch::start(cluster.api(), selection)), &of.uid),
+        };
+        DocumentWatch { watch, uid: uid.clone() }
+    }
+
+    /// Tells the `statuses` of the job in the status of its `TrainJob`, until their sender is
+    /// dropped. `warn` gets what prevents it, once.
+    pub async fn report(&self, statuses: watch::Receiver<Option<Status>>, warn: impl Fn(&str)) {
+        if self.train_job.is_some() {
+            train_job::report(&self.cluster, &self.name, statuses, warn).await;
+        }
     }
 
     /// Makes the Job the owner of the job that has these objects.
@@ -130,7 +195,7 @@ impl Declaration {
         objects.job.metadata.owner_references = Some(vec![OwnerReference {
             api_version: "batch/v1".into(),
             kind: "Job".into(),
-            name: self.name.clone(),
+            name: self.job.clone(),
             uid: self.uid.clone(),
             // The Job controller takes Jobs for none of its own.
             controller: None,
@@ -166,7 +231,7 @@ impl Declaration {
         Ok(match (is_ours, waits) {
             (true, true) => Holder::CutOff,
             (true, false) => Holder::Declaration,
-            (false, _) if is_left(&found.metadata, &self.name, Some(&self.uid)) => Holder::Former,
+            (false, _) if is_left(&found.metadata, &self.job, Some(&self.uid)) => Holder::Former,
             (false, _) => Holder::Other,
         })
     }
@@ -215,14 +280,18 @@ impl Declaration {
         Ok(done)
     }
 
-    /// Records an Event about the Job, as far as the service account may.
+    /// Records an Event about the document, as far as the service account may.
     pub async fn record(&self, reason: &str, message: &str) {
+        let (api_version, uid) = match &self.train_job {
+            None => (Job::api_version(&()), &self.uid),
+            Some(train_job) => (TrainJob::api_version(&()), &train_job.uid),
+        };
         let about = ObjectReference {
-            api_version: Some("batch/v1".into()),
-            kind: Some("Job".into()),
+            api_version: Some(api_version.into()),
+            kind: Some(self.kind().into()),
             name: Some(self.name.clone()),
             namespace: Some(self.cluster.namespace.clone()),
-            uid: Some(self.uid.clone()),
+            uid: Some(uid.clone()),
             ..ObjectReference::default()
         };
         let message = message.chars().take(events::MESSAGE_MAX).collect();
@@ -235,31 +304,72 @@ impl Declaration {
 
     /// Lets the Job replace any number of lost pods.
     pub async fn outlive_pods(&self) {
-        succession::raise_backoff_limit(&self.cluster, &self.name).await;
+        succession::raise_backoff_limit(&self.cluster, &self.job).await;
     }
 
     /// Lets the Job fail with this pod.
     pub async fn fail(&self) {
-        succession::stop_replacements(&self.cluster, &self.name, true).await;
+        succession::stop_replacements(&self.cluster, &self.job, true).await;
     }
 }
 
-/// A running watch of the options of a declared job.
+/// A running watch of the document of a declared job.
 #[derive(Debug)]
-pub struct OptionsWatch {
-    watch: Watch<Job>,
+pub struct DocumentWatch {
+    watch: KindWatch,
     uid: String,
 }
 
-impl OptionsWatch {
-    /// Returns the present options, and then those after each change of the Job. Cancel-safe.
-    pub async fn next(&mut self) -> Option<String> {
-        loop {
-            if let Change::Applied(job) = self.watch.next().await
-                && job.metadata.uid.as_ref() == Some(&self.uid)
-            {
-                return options(&job);
-            }
+#[derive(Debug)]
+enum KindWatch {
+    Job(Watch<Job>),
+    TrainJob(Watch<TrainJob>),
+}
+
+impl DocumentWatch {
+    /// Returns the present document, and then that after each change. Cancel-safe.
+    pub async fn next(&mut self) -> Document {
+        match &mut self.watch {
+            KindWatch::Job(watch) => applied(watch, &self.uid).await.into(),
+            KindWatch::TrainJob(watch) => applied(watch, &self.uid).await.into(),
+        }
+    }
+}
+
+impl From<Job> for Document {
+    fn from(job: Job) -> Self {
+        Self { options: options(&job.metadata), train_job: None }
+    }
+}
+
+impl From<TrainJob> for Document {
+    fn from(train_job: TrainJob) -> Self {
+        Self { options: options(&train_job.metadata), train_job: Some(train_job.spec) }
+    }
+}
+
+/// Reads an object of the namespace.
+async fn read<K>(cluster: &Cluster, name: &str) -> Result<K, ClusterError>
+where
+    K: Resource<DynamicType = (), Scope = NamespaceResourceScope>,
+    K: Clone + DeserializeOwned + Debug,
+{
+    let doing = format!("read the {} {name}", K::kind(&()));
+    let objects: Api<K> = cluster.api();
+    let read = async || objects.get(name).await.map_err(|error| cluster.explain(&doing, error));
+    retry(&doing, read).await
+}
+
+/// The object with this uid, as it is after the next change.
+async fn applied<K>(watch: &mut Watch<K>, uid: &str) -> K
+where
+    K: Resource + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
+{
+    loop {
+        if let Change::Applied(object) = watch.next().await
+            && object.meta().uid.as_deref() == Some(uid)
+        {
+            return object;
         }
     }
 }
@@ -277,174 +387,15 @@ fn is_left(object: &ObjectMeta, owner: &str, uid: Option<&str>) -> bool {
     object.deletion_timestamp.is_some() || owners(object).any(is_gone)
 }
 
-fn options(job: &Job) -> Option<String> {
-    job.metadata.annotations.as_ref()?.get(OPTIONS).cloned()
+fn options(metadata: &ObjectMeta) -> Option<String> {
+    metadata.annotations.as_ref()?.get(OPTIONS).cloned()
 }
 
-/// Annotation of a Job with the options of the training job that it declares, in the form of a file
-/// of options.
+/// Annotation of a document with options of the training job that it declares, in the form of a
+/// file of options.
 pub const OPTIONS: &str = "elasticdl/options";
 /// Key of an anchor: the [`Changeable`] that the declaration has requested last.
 const DECLARED: &str = "declared";
 
 #[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use serde_json::{Value, json};
-
-    use super::super::anchor::{MAX_WORKERS, MIN_WORKERS, NUM_WORKERS};
-    use super::super::testing::FakeServer;
-    use super::*;
-    use crate::job::JobSpec;
-    use crate::job::testing::spec;
-
-    fn document(options: &str) -> Value {
-        let metadata = json!({"name": "j", "uid": "doc", "annotations": {OPTIONS: options}});
-        json!({"metadata": metadata, "spec": {"template": {"spec": {"containers": []}}}})
-    }
-
-    async fn declaration(fake: &std::sync::Arc<FakeServer>, cluster: &Cluster) -> Declaration {
-        let owner = json!({
-            "apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "doc", "controller": true,
-        });
-        fake.put(
-            "pods",
-            "j-x1",
-            json!({
-                "metadata": {"name": "j-x1", "uid": "p", "ownerReferences": [owner]},
-                "spec": {"containers": [{"name": "declare", "image": "model:1"}]},
-            }),
-        );
-        Declaration::of_pod(cluster, "j-x1").await.unwrap().unwrap()
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_pod_finds_its_job_and_sees_each_change_of_its_options() {
-        let (fake, cluster) = FakeServer::start();
-        let declaration = declaration(&fake, &cluster).await;
-        assert_eq!((&*declaration.name, &*declaration.image), ("j", "model:1"));
-        fake.put("jobs", "j", document("seed = 1"));
-        assert_eq!(declaration.options().await.unwrap().unwrap(), "seed = 1");
-        let mut watch = declaration.watch();
-        assert_eq!(watch.next().await.unwrap(), "seed = 1");
-        fake.put("jobs", "j", document("seed = 2"));
-        assert_eq!(watch.next().await.unwrap(), "seed = 2");
-        fake.put("pods", "alone", json!({"metadata": {"name": "alone", "uid": "q"}}));
-        assert!(Declaration::of_pod(&cluster, "alone").await.unwrap().is_none());
-    }
-
-    #[tokio::test]
-    async fn the_name_of_a_job_is_held_by_the_declaration_that_owns_its_master() {
-        let (fake, cluster) = FakeServer::start();
-        let declaration = declaration(&fake, &cluster).await;
-        let owned = |name: &str, uid: &str| {
-            let owner = json!({"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": uid});
-            json!([owner])
-        };
-        assert_eq!(declaration.holder("j").await.unwrap(), Holder::None);
-        for (owner, expected) in [("other", Holder::ConfigMap), ("j-master", Holder::Former)] {
-            let metadata = json!({"name": "j", "ownerReferences": owned(owner, "u")});
-            fake.put("configmaps", "j", json!({"metadata": metadata}));
-            assert_eq!(declaration.holder("j").await.unwrap(), expected, "{owner}");
-        }
-        for (owner, uid, parallelism, expected) in [
-            ("j", "doc", 0, Holder::CutOff),
-            ("j", "doc", 1, Holder::Declaration),
-            ("j", "former", 1, Holder::Former),
-            ("k", "another", 1, Holder::Other),
-        ] {
-            let mut master = document("");
-            master["metadata"] = json!({"name": "j-master", "ownerReferences": owned(owner, uid)});
-            master["spec"]["parallelism"] = parallelism.into();
-            fake.put("jobs", "j-master", master);
-            assert_eq!(declaration.holder("j").await.unwrap(), expected, "{uid} {parallelism}");
-        }
-    }
-
-    fn task() -> Task {
-        Task {
-            job: JobSpec { max_workers: 8, ..spec() },
-            master_timeout: Duration::from_secs(30),
-            priority_tiers: None,
-            metrics_port: 7071,
-            serve_metrics: false,
-            tensorboard_dir: None,
-            gang: None,
-        }
-    }
-
-    /// Values of these keys of the anchor of the job.
-    fn set<const N: usize>(fake: &FakeServer, keys: [&str; N]) -> [String; N] {
-        let data = fake.state().object("configmaps", "j").unwrap()["data"].clone();
-        keys.map(|key| data[key].as_str().unwrap_or_default().to_owned())
-    }
-
-    #[tokio::test]
-    async fn what_a_user_has_set_stays_until_the_declaration_asks_for_something_else() {
-        let (fake, cluster) = FakeServer::start();
-        let (declaration, task) = (declaration(&fake, &cluster).await, task());
-        let data = json!({objects::TASK: "{}", NUM_WORKERS: "5"});
-        fake.put("configmaps", "j", json!({"metadata": {"name": "j"}, "data": data}));
-        let ask = async |num_workers: u32, suspend: Option<bool>| {
-            let asked = Asked { scaling: num_workers.into(), suspend };
-            let done = declaration.request("j", &task, asked).await.unwrap();
-            assert_eq!(done.refused, None);
-            done.changed
-        };
-        let set = || set(&fake, [NUM_WORKERS, SUSPEND]);
-        let (no, yes) = (Some(false), Some(true));
-        assert_eq!(ask(3, no).await, [""; 0]);
-        assert_eq!(set(), ["5", ""]);
-        assert_eq!(ask(4, no).await, ["num-workers = 4"]);
-        assert_eq!(set(), ["4", ""]);
-        // `elasticdl scale`.
-        fake.put("configmaps", "j", {
-            let mut anchor = fake.state().object("configmaps", "j").unwrap();
-            anchor["data"][NUM_WORKERS] = "6".into();
-            anchor
-        });
-        assert_eq!(ask(4, no).await, [""; 0]);
-        assert_eq!(ask(4, yes).await, ["suspend = true"]);
-        assert_eq!(set(), ["6", "true"]);
-        assert_eq!(ask(4, no).await, ["suspend = false"]);
-        assert_eq!(
-            (ask(4, yes).await, ask(4, None).await),
-            (vec!["suspend = true".into()], vec![])
-        );
-        assert_eq!(set(), ["6", "true"]);
-    }
-
-    #[tokio::test]
-    async fn limits_are_requested_together_with_the_number_or_refused_with_it() {
-        let (fake, cluster) = FakeServer::start();
-        let (declaration, task) = (declaration(&fake, &cluster).await, task());
-        // An earlier release has noted what it has requested.
-        let noted = json!({"num-workers": 3, "suspend": false}).to_string();
-        let json = serde_json::to_string(&task).unwrap();
-        let data = json!({objects::TASK: json, DECLARED: noted});
-        fake.put("configmaps", "j", json!({"metadata": {"name": "j"}, "data": data}));
-        let ask = async |number: u32, min: u32, max: Option<u32>| {
-            let limits = Scaling { num_workers: None, min_workers: Some(min), max_workers: max };
-            let asked = Asked { scaling: limits.or(number.into()), suspend: Some(false) };
-            declaration.request("j", &task, asked).await.unwrap()
-        };
-        let set = || set(&fake, [NUM_WORKERS, MIN_WORKERS, MAX_WORKERS]);
-        assert_eq!(ask(3, 1, Some(8)).await, Requested::default());
-        assert_eq!(ask(3, 1, None).await, Requested::default());
-        let done = ask(12, 2, None).await;
-        assert_eq!((done.changed, set()), (vec![], [""; 3].map(String::from)));
-        assert!(done.refused.unwrap().starts_with("this job takes 2 to 8 workers, not 12"));
-        let done = ask(12, 2, Some(16)).await;
-        let changed = ["max-workers = 16", "min-workers = 2", "num-workers = 12"];
-        assert_eq!((done.changed, done.refused), (changed.map(String::from).into(), None));
-        assert_eq!(set(), ["12", "2", "16"]);
-        assert_eq!(ask(12, 2, None).await, Requested::default(), "a maximum stays");
-        assert_eq!(ask(15, 2, None).await.changed, ["num-workers = 15"]);
-        // The number that was requested before does not contradict the maximum.
-        let most = Scaling { max_workers: Some(9), ..Scaling::default() };
-        let done = declaration.request("j", &task, Asked { scaling: most, suspend: None }).await;
-        assert_eq!(done.unwrap().changed, ["max-workers = 9", "num-workers = 9"]);
-        assert_eq!(set(), ["9", "2", "9"]);
-    }
-}
+mod tests;

@@ -48,5 +48,6 @@ pub mod submit;
 pub(crate) mod succession;
 #[cfg(test)]
 pub(crate) mod testing;
+pub mod train_job;
 pub(crate) mod verdict;
 pub mod watch;

@@ -169,6 +169,7 @@ impl FakeServer {
         };
         let path = path.to_owned();
         let (resource, name) = path.split_once('/').unwrap_or((&path, ""));
+        let (name, of_status) = name.strip_suffix("/status").map_or((name, false), |n| (n, true));
         let query = parts.uri.query().unwrap_or_default();
         let verb = match parts.method {
             Method::GET if query.contains("watch=true") => "WATCH",
@@ -216,6 +217,11 @@ impl FakeServer {
                 .map_or_else(|| failure(404, "not found"), |o| ok(&o)),
             "POST" => self.create(resource, body),
             "PUT" => self.replace(resource, name, body),
+            // Of statuses that are applied, all fields have one owner.
+            "PATCH" if of_status => self.patch(resource, name, |object| {
+                object["status"] = body["status"].clone();
+                Ok(())
+            }),
             "PATCH" if is_json_patch => self.patch(resource, name, |object| operate(object, &body)),
             "PATCH" => self.patch(resource, name, |object| {
                 merge(object, &body);
@@ -505,8 +511,11 @@ fn operate(object: &mut Value, operations: &Value) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks the size of a ConfigMap, as the server does.
+/// Checks the size of a ConfigMap, and the status of a TrainJob, as the server does.
 fn check(resource: &str, object: &Value) -> Result<(), String> {
+    if resource == "trainjobs" && object["status"].is_object() {
+        return check_trainer_status(&object["status"]["trainerStatus"]);
+    }
     let values = |key: &str| {
         object[key].as_object().into_iter().flatten().map(|(_, v)| v.as_str().unwrap().len())
     };
@@ -516,6 +525,31 @@ fn check(resource: &str, object: &Value) -> Result<(), String> {
     } else {
         Ok(())
     }
+}
+
+/// By the definition of TrainJobs, `trainer.kubeflow.org_trainjobs.yaml`.
+fn check_trainer_status(status: &Value) -> Result<(), String> {
+    let known = ["estimatedRemainingSeconds", "lastUpdatedTime", "metrics", "progressPercentage"];
+    let is_number = |key: &str, most: i64| {
+        status[key].is_null() || status[key].as_i64().is_some_and(|n| (0..=most).contains(&n))
+    };
+    let is_text =
+        |text: &Value| text.as_str().is_some_and(|text| (1..=64).contains(&text.chars().count()));
+    let metrics = status["metrics"].as_array().cloned().unwrap_or_default();
+    let time = status["lastUpdatedTime"].as_str().unwrap_or_default();
+    for (fits, what) in [
+        (status.as_object().is_some_and(|s| s.keys().all(|k| known.contains(&&**k))), "a field"),
+        (time.parse::<k8s_openapi::jiff::Timestamp>().is_ok(), "lastUpdatedTime"),
+        (is_number("progressPercentage", 100), "progressPercentage"),
+        (is_number("estimatedRemainingSeconds", i64::from(i32::MAX)), "estimatedRemainingSeconds"),
+        (metrics.len() <= 256, "the number of metrics"),
+        (metrics.iter().all(|m| is_text(&m["name"]) && is_text(&m["value"])), "a metric"),
+    ] {
+        if !fits {
+            return Err(format!("TrainJob is invalid: status.trainerStatus: {what}: {status}"));
+        }
+    }
+    Ok(())
 }
 
 fn ok(value: &Value) -> Response<Lines> {

@@ -431,7 +431,7 @@ fn is_form(word: &str, refused: &str) -> bool {
 const COLUMNS_MAX: usize = 100;
 
 /// Files that read the wall clock, and what for.
-const WALL_CLOCK: [(&str, &str); 19] = [
+const WALL_CLOCK: [(&str, &str); 20] = [
     ("master/cli/src/backend/cluster.rs", "times shown to the user"),
     ("master/cli/src/backend/list.rs", "times shown to the user"),
     ("master/cli/src/process.rs", "times of lines of output"),
@@ -447,6 +447,7 @@ const WALL_CLOCK: [(&str, &str); 19] = [
     ("master/src/kube/inspection.rs", "a number of the request that no earlier one has"),
     ("master/src/kube/leader_lease.rs", "times in the Lease, for its readers"),
     ("master/src/kube/requests.rs", "times of Events"),
+    ("master/src/kube/train_job.rs", "the time of a report, for its readers"),
     ("master/src/mlflow.rs", "times of metrics"),
     ("master/src/otlp.rs", "times of spans"),
     ("master/src/tensorboard.rs", "times of metrics"),

@@ -24,7 +24,7 @@ use super::master::{self, MasterArgs};
 use super::predict::{self, PredictArgs};
 use super::report::{self, ReportArgs};
 use super::scale::{self, ScaleArgs};
-use super::start::{self, StartRequest};
+use super::start::{self, DeclareArgs, StartRequest};
 use super::status::{self, StatusArgs};
 use super::stop::{self, StopArgs};
 use super::suspend;
@@ -73,9 +73,10 @@ pub(crate) enum Command {
     /// The workers are asked, also those that hang. A worker that can't answer is shown by what the
     /// kernel says of its process.
     Debug(DebugArgs),
-    /// Carry out the job that a Job of `batch/v1` declares. The Job's pod runs this command.
+    /// Carry out the job that a Job of `batch/v1` declares, or a TrainJob of Kubeflow. The Job's
+    /// pod runs this command.
     #[command(hide = true)]
-    Declare,
+    Declare(DeclareArgs),
     /// Delete a job: its objects and pods in a cluster, or the files that it wrote to its
     /// directory.
     Delete(DeleteArgs),
@@ -181,7 +182,7 @@ fn run() -> Result<u8, Failure> {
         Command::Convert(args) => convert::convert(&args),
         Command::Dashboard(args) => dashboard::dashboard(&args),
         Command::Debug(args) => debug::debug(&args),
-        Command::Declare => start::declare(read_start),
+        Command::Declare(args) => start::declare(args, read_start),
         Command::HostProcess { worker } => host_process::run(&worker),
         Command::Delete(args) => delete::delete(&args),
         Command::Doctor(args) => doctor::doctor(&args),

@@ -12,7 +12,7 @@ mod request;
 
 use std::path::Path;
 
-pub(super) use declared::declare;
+pub(super) use declared::{DeclareArgs, declare};
 pub(super) use local_job::find_program;
 pub(super) use replay::replay;
 pub(super) use request::{StartRequest, WorkOptions};

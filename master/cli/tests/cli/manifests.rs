@@ -85,6 +85,17 @@ fn the_declared_job_has_valid_options_and_may_run_where_pods_are_restricted() {
         .unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert_eq!(container["command"], serde_json::json!(["elasticdl", "declare"]));
+    check_restricted(pod);
+    let rights = std::fs::read_to_string(manifest("rbac-declared.yaml")).unwrap();
+    let rights: Vec<Value> = serde_saphyr::from_multiple(&rights).unwrap();
+    assert_eq!(pod["serviceAccountName"], rights[0]["metadata"]["name"]);
+    for binding in rights.iter().filter(|object| object["kind"] == "RoleBinding") {
+        assert_eq!(binding["subjects"][0]["name"], rights[0]["metadata"]["name"]);
+    }
+}
+
+/// Checks that a pod of one container meets the Pod Security Standard `restricted`.
+fn check_restricted(pod: &Value) {
     let expected = serde_json::json!({
         "runAsNonRoot": true, "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"},
     });
@@ -92,13 +103,30 @@ fn the_declared_job_has_valid_options_and_may_run_where_pods_are_restricted() {
     let expected = serde_json::json!({
         "allowPrivilegeEscalation": false, "capabilities": {"drop": ["ALL"]},
     });
-    assert_eq!(container["securityContext"], expected);
-    let rights = std::fs::read_to_string(manifest("rbac-declared.yaml")).unwrap();
-    let rights: Vec<Value> = serde_saphyr::from_multiple(&rights).unwrap();
-    assert_eq!(pod["serviceAccountName"], rights[0]["metadata"]["name"]);
-    for binding in rights.iter().filter(|object| object["kind"] == "RoleBinding") {
-        assert_eq!(binding["subjects"][0]["name"], rights[0]["metadata"]["name"]);
+    assert_eq!(pod["containers"][0]["securityContext"], expected);
+}
+
+#[test]
+fn the_runtime_of_train_jobs_has_a_valid_command_and_may_run_where_pods_are_restricted() {
+    let text = std::fs::read_to_string(manifest("kubeflow/runtime.yaml")).unwrap();
+    let runtime: Value = serde_saphyr::from_str(&text).unwrap();
+    let job = &runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"];
+    let pod = &job["spec"]["template"]["spec"];
+    check_restricted(pod);
+    let words = pod["containers"][0]["command"].as_array().unwrap();
+    let words: Vec<&str> = words.iter().map(|word| word.as_str().unwrap()).collect();
+    let variables = pod["containers"][0]["env"].as_array().unwrap();
+    for variable in variables {
+        let used = format!("$({})", variable["name"].as_str().unwrap());
+        assert!(words.contains(&&*used), "{used}");
     }
+    let output = Command::new(env!("CARGO_BIN_EXE_elasticdl"))
+        .args(&words[1..])
+        .env("KUBECONFIG", "/nowhere")
+        .output()
+        .unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(error.starts_with("error: no cluster is configured"), "{error}");
 }
 
 #[test]

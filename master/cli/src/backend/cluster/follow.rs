@@ -9,7 +9,9 @@ use elasticdl_master::jobdir;
 use elasticdl_master::kube::anchor::{Anchor, AnchorEvent, Data, STATUS, SUMMARY};
 use elasticdl_master::kube::client::Cluster;
 use elasticdl_master::kube::master_pods::{MasterPods, MasterStatus};
+use elasticdl_proto::Status;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::unreadable;
@@ -26,6 +28,8 @@ pub(crate) struct FollowOutput {
     pub(crate) console: Console,
     /// Additional path for the summary.
     pub(crate) summary: Option<PathBuf>,
+    /// What gets each status.
+    pub(crate) statuses: Option<watch::Sender<Option<Status>>>,
 }
 
 /// Reason to stop following a job.
@@ -43,7 +47,7 @@ pub(crate) async fn follow(
     output: FollowOutput,
 ) -> Result<u8, Failure> {
     let mut printer = Printer::new(output.console.progress());
-    let seen = observe(cluster, job, &mut printer).await;
+    let seen = observe(cluster, job, &mut printer, output.statuses.as_ref()).await;
     printer.end();
     match seen? {
         FollowEnd::Summary(summary) => end(&output, &summary),
@@ -55,6 +59,7 @@ async fn observe(
     cluster: &Cluster,
     job: &str,
     printer: &mut Printer,
+    statuses: Option<&watch::Sender<Option<Status>>>,
 ) -> Result<FollowEnd, Failure> {
     let no_signals = cannot("handle signals");
     let mut interrupt = signal(SignalKind::interrupt()).map_err(&no_signals)?;
@@ -78,7 +83,7 @@ async fn observe(
                 }
                 AnchorEvent::Data(data) => {
                     is_there = true;
-                    show(printer, &data);
+                    show(printer, statuses, &data);
                     if let Some(summary) = data.get(SUMMARY) {
                         return Ok(FollowEnd::Summary(summary.clone()));
                     }
@@ -96,7 +101,7 @@ async fn observe(
                     let anchor = Anchor::new(cluster, job).read().await?;
                     let data = anchor.data.unwrap_or_default();
                     if let Some(summary) = data.get(SUMMARY) {
-                        show(printer, &data);
+                        show(printer, statuses, &data);
                         return Ok(FollowEnd::Summary(summary.clone()));
                     }
                     let text = format!("no master could finish the job {job}: {why}");
@@ -123,8 +128,11 @@ async fn observe(
     }
 }
 
-fn show(printer: &mut Printer, data: &Data) {
-    if let Some(Ok(status)) = data.get(STATUS).map(|text| serde_json::from_str(text)) {
+fn show(printer: &mut Printer, statuses: Option<&watch::Sender<Option<Status>>>, data: &Data) {
+    if let Some(Ok(status)) = data.get(STATUS).map(|text| serde_json::from_str::<Status>(text)) {
+        if let Some(statuses) = statuses {
+            statuses.send_replace(Some(status.clone()));
+        }
         printer.show(status);
     }
 }

@@ -86,7 +86,8 @@ pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
             print_line(&credentials_limit());
         }
         let console = asked.output.console();
-        let output = FollowOutput { console, summary: asked.output.summary.clone() };
+        let summary = asked.output.summary.clone();
+        let output = FollowOutput { console, summary, statuses: None };
         backend::follow(&cluster, name, output).await
     })
 }

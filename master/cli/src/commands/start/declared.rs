@@ -1,33 +1,58 @@
-//! `elasticdl declare`: carries out the job that a batch/v1 Job declares, in the pod of the Job.
+//! `elasticdl declare`: carries out the job that a batch/v1 Job, or a `TrainJob` of Kubeflow,
+//! declares, in the pod of the Job.
+
+mod train_job;
 
 use std::convert::Infallible;
 use std::time::Duration;
 
+use clap::Args;
 use elasticdl_master::job::Scaling;
 use elasticdl_master::kube::anchor::{Anchor, MAX_WORKERS, MIN_WORKERS, NUM_WORKERS, SUSPEND};
 use elasticdl_master::kube::client::{Cluster, ClusterChoice, ClusterError};
-use elasticdl_master::kube::declaration::{Asked, Declaration, Holder, OPTIONS, Requested};
+use elasticdl_master::kube::declaration::{
+    Asked, Declaration, Document, Holder, OPTIONS, Requested,
+};
 use elasticdl_master::kube::existing::ExistingJob;
 use elasticdl_master::kube::objects::{Objects, Request, Task};
 use elasticdl_master::kube::{master_pods, scaling, submit};
+use elasticdl_proto::Status;
+use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 use toml::{Table, Value};
 
 use super::cluster_job::{self, pod_options};
-use super::request::StartRequest;
+use super::request::{StartRequest, workers_per_pod};
 use crate::backend::{self, FollowOutput};
 use crate::process::{
     Console, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, Failure, cannot, log_format,
     new_runtime, print_line, print_warning, set_log_format,
 };
 
+/// Arguments of `elasticdl declare`.
+#[derive(Args, Debug)]
+pub(crate) struct DeclareArgs {
+    /// Name of the pod. [default: the host name]
+    #[arg(long)]
+    pod: Option<String>,
+
+    /// Name of the TrainJob to which the Job of the pod belongs. [default: the Job is the
+    /// declaration]
+    #[arg(long)]
+    train_job: Option<String>,
+}
+
 /// Submits the declared job, or takes up the one that an earlier pod has submitted, carries changes
 /// of the declaration over to it, and shows it until it ends. Returns its exit code.
-pub(crate) fn declare(read: ReadOptions) -> Result<u8, Failure> {
+pub(crate) fn declare(args: DeclareArgs, read: ReadOptions) -> Result<u8, Failure> {
     new_runtime()?.block_on(async {
         let cluster = Cluster::connect(&ClusterChoice::default()).await.map_err(no_config)?;
-        let pod = std::fs::read_to_string(HOST_NAME).map_err(cannot("read the pod's name"))?;
-        let declaration = Declaration::of_pod(&cluster, pod.trim()).await?;
+        let pod = match args.pod {
+            Some(pod) => pod,
+            None => std::fs::read_to_string(HOST_NAME).map_err(cannot("read the pod's name"))?,
+        };
+        let declaration =
+            Declaration::of_pod(&cluster, pod.trim(), args.train_job.as_deref()).await?;
         let declaration = declaration.ok_or_else(|| {
             Failure::usage(format!(
                 "the pod {} belongs to no Job; `elasticdl declare` is the command of a Job that \
@@ -36,10 +61,9 @@ pub(crate) fn declare(read: ReadOptions) -> Result<u8, Failure> {
             ))
         })?;
         let declared = DeclaredJob { cluster, declaration, read };
-        let options = declared.declaration.options().await?;
-        let known = options.clone();
-        let ended = match declared.take_up(options).await {
-            Ok(()) => declared.follow(known).await,
+        let document = declared.declaration.document().await?;
+        let ended = match declared.take_up(&document).await {
+            Ok(()) => declared.follow(document).await,
             Err(end) => end,
         };
         if let End::Final(Err(failure)) = &ended {
@@ -66,7 +90,7 @@ fn no_config(error: ClusterError) -> Failure {
     }
 }
 
-/// A job that a Job declares.
+/// A job that a Job or a `TrainJob` declares.
 struct DeclaredJob {
     cluster: Cluster,
     declaration: Declaration,
@@ -103,9 +127,9 @@ impl DeclaredJob {
         &self.declaration.name
     }
 
-    /// Ensures that the job exists, and is as these options ask for.
-    async fn take_up(&self, options: Option<String>) -> Result<(), End> {
-        let asked = self.parse(options.clone()).map_err(End::invalid)?;
+    /// Ensures that the job exists, and is as the document asks for.
+    async fn take_up(&self, document: &Document) -> Result<(), End> {
+        let asked = self.parse(document).map_err(End::invalid)?;
         set_log_format(asked.output.log_format);
         let give_up = Instant::now() + OTHER_TIMEOUT;
         let (mut printed, mut recorded) = (None, None);
@@ -116,7 +140,7 @@ impl DeclaredJob {
                 Holder::Declaration => {
                     print_line(&format!("the job {} exists already", self.name()));
                     self.declaration.outlive_pods().await;
-                    self.carry_over(options).await;
+                    self.carry_over(document).await;
                     return Ok(());
                 }
                 Holder::CutOff => {
@@ -181,24 +205,36 @@ impl DeclaredJob {
                  the namespace {namespace}"
             ),
             _ => format!(
-                "the namespace {namespace} has another job {name}, which this Job does not \
-                 declare: `elasticdl delete {name} --namespace {namespace}` removes it"
+                "the namespace {namespace} has another job {name}, which this {} does not \
+                 declare: `elasticdl delete {name} --namespace {namespace}` removes it",
+                self.declaration.kind()
             ),
         }
     }
 
-    /// Shows the job until it ends, and carries each change of its options over.
-    async fn follow(&self, known: Option<String>) -> End {
-        tokio::select! {
-            end = self.follow_to_end() => end,
-            never = self.follow_options(known) => match never {},
-        }
+    /// Shows the job until it ends, and carries each change of the document over.
+    async fn follow(&self, mut known: Document) -> End {
+        let (statuses, told) = watch::channel(None);
+        let end = async {
+            let end = tokio::select! {
+                end = self.follow_to_end(statuses) => end,
+                never = self.follow_document(&mut known) => match never {},
+            };
+            // What suspends a TrainJob also ends this pod.
+            if let (End::Passing(_), Ok(document)) = (&end, self.declaration.document().await)
+                && document != known
+            {
+                self.carry_over(&document).await;
+            }
+            end
+        };
+        tokio::join!(end, self.declaration.report(told, print_warning)).0
     }
 
-    async fn follow_to_end(&self) -> End {
+    async fn follow_to_end(&self, statuses: watch::Sender<Option<Status>>) -> End {
         loop {
             let console = Console { format: log_format(), ..Console::default() };
-            let output = FollowOutput { console, summary: None };
+            let output = FollowOutput { console, summary: None, statuses: Some(statuses.clone()) };
             let followed = backend::follow(&self.cluster, self.name(), output);
             let failure = match followed.await {
                 Ok(EXIT_INTERRUPTED) => return End::Passing(Ok(EXIT_TERMINATED)),
@@ -222,20 +258,20 @@ impl DeclaredJob {
         }
     }
 
-    async fn follow_options(&self, mut known: Option<String>) -> Infallible {
+    async fn follow_document(&self, known: &mut Document) -> Infallible {
         let mut watch = self.declaration.watch();
         loop {
-            let options = watch.next().await;
-            if options != known {
-                known.clone_from(&options);
-                self.carry_over(options).await;
+            let document = watch.next().await;
+            if document != *known {
+                self.carry_over(&document).await;
+                *known = document;
             }
         }
     }
 
-    /// Lets the job take over what the options ask for, and reports what it can't.
-    async fn carry_over(&self, options: Option<String>) {
-        let (requested, refused) = match self.change(options).await {
+    /// Lets the job take over what the document asks for, and reports what it can't.
+    async fn carry_over(&self, document: &Document) {
+        let (requested, refused) = match self.change(document).await {
             Ok(changes) => changes,
             Err(failure) => (None, Some(failure.text)),
         };
@@ -247,11 +283,11 @@ impl DeclaredJob {
         }
     }
 
-    /// Requests what the options ask for and a running job can change. Returns that, and what it
+    /// Requests what the document asks for and a running job can change. Returns that, and what it
     /// can't change, as texts.
     async fn change(
         &self,
-        options: Option<String>,
+        document: &Document,
     ) -> Result<(Option<String>, Option<String>), Failure> {
         let anchor = Anchor::new(&self.cluster, self.name()).read().await?;
         let data = anchor.data.unwrap_or_default();
@@ -262,7 +298,7 @@ impl DeclaredJob {
         })?;
         let spec = &task.job;
         let present = scaling::task(&data).map_or(spec.max_workers, |task| task.job.max_workers);
-        let asked = self.parse(options)?;
+        let asked = self.parse(document)?;
         let (request, objects) = self.prepare(&asked).await?;
         let (job, suspend) = (&request.task.job, asked.job.lifecycle.suspend);
         // A maximum that is not given follows from the number of workers where that needs it.
@@ -284,25 +320,47 @@ impl DeclaredJob {
             let (last, others) = CHANGEABLE.split_last().expect("there are some");
             format!(
                 "`{}` and `{last}` can be changed while the job runs; for other options, delete \
-                 the Job and apply it again. The job goes on as it is: {}",
+                 the {} and apply it again. The job goes on as it is: {}",
                 others.join("`, `"),
+                self.declaration.kind(),
                 refused.join("; ")
             )
         });
         Ok(((!changed.is_empty()).then(|| changed.join(", ")), refused))
     }
 
-    /// Reads options.
-    fn parse(&self, options: Option<String>) -> Result<StartRequest, Failure> {
-        let origin = format!("the annotation {OPTIONS} of the Job {}", self.name());
-        let text = options.ok_or_else(|| {
-            Failure::usage(format!("{origin} is missing; it has the options of `--config` files"))
-        })?;
-        let mut table: Table =
-            text.parse().map_err(|error| Failure::usage(format!("{origin}: {error}")))?;
-        check_declared(&origin, &table)?;
-        table.insert("job-name".into(), Value::String(self.name().into()));
+    /// Reads the options of a document.
+    fn parse(&self, document: &Document) -> Result<StartRequest, Failure> {
+        let (kind, name) = (self.declaration.kind(), self.name());
+        let annotation = format!("the annotation {OPTIONS} of the {kind} {name}");
         let image = || Value::String(self.declaration.image.clone());
+        let own = document.options.as_deref().map(|text| parse_table(&annotation, text));
+        let (origin, mut table) = match (&document.train_job, own.transpose()?) {
+            (None, None) => {
+                let why = "is missing; it has the options of `--config` files";
+                return Err(Failure::usage(format!("{annotation} {why}")));
+            }
+            (None, Some(own)) => (annotation, own),
+            (Some(train_job), own) => {
+                let origin = format!("the {kind} {name}");
+                let runtime = self.declaration.runtime_options().unwrap_or_default();
+                let runtime =
+                    parse_table(&format!("{origin}: the options of its runtime"), runtime)?;
+                let own = own.unwrap_or_default();
+                let per_pod = |mut table: Table| {
+                    check_declared(&origin, &table)?;
+                    table.entry("image").or_insert_with(image);
+                    workers_per_pod(&(self.read)(&origin, table)?.cluster, true)
+                };
+                let table = train_job::options(&origin, runtime, own, train_job, per_pod)?;
+                (origin, table)
+            }
+        };
+        check_declared(&origin, &table)?;
+        table.insert("job-name".into(), Value::String(name.into()));
+        if document.train_job.is_some() {
+            table.entry("master-image").or_insert_with(image);
+        }
         table.entry("image").or_insert_with(image);
         (self.read)(&origin, table)
     }
@@ -312,6 +370,10 @@ impl DeclaredJob {
         let pods = pod_options(&asked.cluster, image)?;
         cluster_job::prepare(asked, pods, &self.cluster).await
     }
+}
+
+fn parse_table(origin: &str, text: &str) -> Result<Table, Failure> {
+    text.parse().map_err(|error| Failure::usage(format!("{origin}: {error}")))
 }
 
 /// Checks that a declaration has these options.

@@ -216,7 +216,10 @@ impl WorkerCounts {
 }
 
 /// Number of workers per pod, and the option that it follows from.
-fn workers_per_pod(options: &ClusterOptions, in_cluster: bool) -> Result<(u32, String), Failure> {
+pub(super) fn workers_per_pod(
+    options: &ClusterOptions,
+    in_cluster: bool,
+) -> Result<(u32, String), Failure> {
     if let Some(workers) = options.workers_per_pod {
         return Ok((workers, format!("--workers-per-pod {workers}")));
     }

@@ -1,11 +1,14 @@
 use std::collections::BTreeSet;
+use std::path::Path;
 
 use clap::{Arg, CommandFactory as _};
 use elasticdl_master::kube::anchor::Data;
 use elasticdl_master::kube::differences::differences;
 use elasticdl_master::kube::objects::Credentials;
+use serde_json::json;
 
 use super::*;
+use crate::args::Arguments;
 use crate::commands::{Cli, parse_start};
 
 /// Options, with others that they need, and those of another job that differs in them alone.
@@ -160,5 +163,116 @@ fn options_that_exclude_an_image_are_refused_by_name() {
         let refused = check_declared("the annotation", &table).map_err(|e| e.text);
         let expected = format!("the annotation: leave out `{key}`: ");
         assert!(refused.is_err_and(|text| text.starts_with(&expected)), "{key}");
+    }
+}
+
+/// The job that `elasticdl train` would start with these options.
+fn read(table: Table) -> StartRequest {
+    let mut command = Cli::command();
+    command.build();
+    let train = command.find_subcommand("train").unwrap();
+    let words = Arguments::of_table(train, "it", table).map_err(|e| e.text).unwrap().all;
+    let words: Vec<&str> = words[1..].iter().map(|word| word.to_str().unwrap()).collect();
+    parse_start(&words.join(" ")).unwrap()
+}
+
+/// The options of a TrainJob of these fields, with those of its runtime and its annotation.
+fn of_train_job(runtime: &str, own: &str, spec: serde_json::Value) -> Result<Table, String> {
+    let per_pod = |mut table: Table| {
+        for (key, value) in
+            [("image", "i:0".into()), ("program", vec!["p"].into()), ("training-data", "d".into())]
+        {
+            table.entry(key).or_insert(value);
+        }
+        workers_per_pod(&read(table).cluster, true)
+    };
+    let (runtime, own) = (runtime.parse().unwrap(), own.parse().unwrap());
+    let spec = serde_json::from_value(spec).unwrap();
+    train_job::options("it", runtime, own, &spec, per_pod).map_err(|e| e.text)
+}
+
+#[test]
+fn the_train_job_of_the_example_is_the_declared_job() {
+    let manifest = |name: &str| -> serde_json::Value {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../manifests").join(name);
+        serde_saphyr::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+    };
+    let (job, train_job) = (manifest("example/declared.yaml"), manifest("example/trainjob.yaml"));
+    let options = |of: &serde_json::Value| -> String {
+        of["metadata"]["annotations"][OPTIONS].as_str().unwrap().into()
+    };
+    let runtime = manifest("kubeflow/runtime.yaml");
+    let runtime = &runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"];
+    let made = of_train_job(&options(runtime), &options(&train_job), train_job["spec"].clone());
+    let mut expected: Table = options(&job).parse().unwrap();
+    expected.insert("image".into(), "team/model:1".into());
+    assert_eq!(made.unwrap(), expected);
+}
+
+#[test]
+fn the_fields_of_a_train_job_are_options_between_those_of_its_runtime_and_its_own() {
+    let trainer = json!({
+        "image": "team/model:1", "command": ["python"], "args": ["train.py", "--x", "a b"],
+        "numNodes": 4,
+        "resourcesPerNode": {
+            "requests": {"cpu": 2, "memory": "4Gi"}, "limits": {"cpu": "3", "memory": "4Gi"},
+        },
+        "env": [
+            {"name": "A", "value": "1=2"}, {"name": "B"},
+            {"name": "K", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}},
+        ],
+    });
+    let runtime = "volume = 'claim_name=c,mount_path=/v'\nenv = ['A=0', 'R=0', 'Z=0']\n\
+                   num-workers = 9\nworker-resources = 'cpu=1'\nenv-from-secret = 'bucket'";
+    let own = "env = 'R=1'\ncheckpoint-dir = '/v/c'\nvolume = 'claim_name=d,mount_path=/v'";
+    let made = of_train_job(runtime, own, json!({"suspend": true, "trainer": trainer})).unwrap();
+    let expected = r#"
+        checkpoint-dir = "/v/c"
+        env = ["Z=0", "A=1=2", "B=", "R=1"]
+        env-from-secret = ["bucket", "K=hub:token"]
+        image = "team/model:1"
+        num-workers = 4
+        program = ["python", "train.py", "--x", "a b"]
+        suspend = true
+        volume = "claim_name=d,mount_path=/v"
+        worker-resources = "cpu=2,limits.cpu=3,memory=4Gi"
+    "#;
+    assert_eq!(made, expected.parse::<Table>().unwrap());
+    let all = of_train_job(runtime, own, json!({"suspend": false})).unwrap();
+    assert_eq!((all["num-workers"].as_integer(), all.contains_key("suspend")), (Some(9), false));
+    let limits = json!({"cpu": "2", "memory": "4Gi", "nvidia.com/gpu": 1});
+    let equal = json!({"requests": {"cpu": "2", "memory": "2Gi"}, "limits": limits});
+    let made = of_train_job("", "", json!({"trainer": {"resourcesPerNode": equal}})).unwrap();
+    let expected = "cpu=2,limits.cpu=2,limits.memory=4Gi,memory=2Gi,nvidia.com/gpu=1";
+    assert_eq!(made["worker-resources"].as_str(), Some(expected));
+}
+
+#[test]
+fn the_number_of_nodes_of_a_train_job_is_that_of_its_pods() {
+    let number = |runtime: &str, own: &str, trainer: serde_json::Value| {
+        let made = of_train_job(runtime, own, json!({"trainer": trainer})).unwrap();
+        made["num-workers"].as_integer().unwrap()
+    };
+    let gpus = json!({"limits": {"nvidia.com/gpu": 4}});
+    let two_of_four = json!({"numNodes": 2, "resourcesPerNode": gpus});
+    assert_eq!(number("", "", two_of_four.clone()), 8);
+    assert_eq!(number("", "workers-per-pod = 1", two_of_four.clone()), 2);
+    assert_eq!(number("", "num-workers = 12", two_of_four), 12);
+    assert_eq!(number("", "", json!({"numNodes": 2, "numProcPerNode": 3})), 6);
+    assert_eq!(number("workers-per-pod = 5", "", json!({"numNodes": 2})), 10);
+    assert_eq!(number("worker-resources = 'nvidia.com/gpu=2'", "", json!({"numNodes": 2})), 4);
+    assert_eq!(number("", "", json!({"numNodes": 0})), 0);
+}
+
+#[test]
+fn fields_of_a_train_job_that_no_option_stands_for_are_refused() {
+    let from = json!({"fieldRef": {"fieldPath": "metadata.name"}});
+    let claims = json!({"claims": [{"name": "gpu"}]});
+    for (trainer, named) in [
+        (json!({"env": [{"name": "POD", "valueFrom": from}]}), "it: `spec.trainer.env`: the value"),
+        (json!({"resourcesPerNode": claims}), "it: `spec.trainer.resourcesPerNode.claims`"),
+    ] {
+        let refused = of_train_job("", "", json!({"trainer": trainer})).unwrap_err();
+        assert!(refused.starts_with(named), "{refused}");
     }
 }
