@@ -62,14 +62,14 @@ class Chart(unittest.TestCase):
         self.assertEqual(rendered(), everything)
 
     def test_all_objects_of_a_release_are_in_its_namespace(self):
-        switches = ("monitoring", "namespace", "topology")
+        switches = ("kubeflow", "monitoring", "namespace", "topology")
         values = {**example(), "schedulers": ["native", "volcano"]}
         values.update((key, {"create": True}) for key in switches)
         found = rendered(values, namespace="team")
         self.assertIn(("Namespace", None, "team"), found)
         self.assertEqual({namespace for _, namespace, _ in found}, {None, "team"})
         bindings = [each for each in found.values() if each["kind"].endswith("Binding")]
-        self.assertEqual(len(bindings), 5)
+        self.assertEqual(len(bindings), 7)
         for binding in bindings:
             self.assertEqual(binding["subjects"][0]["namespace"], "team")
 
@@ -77,6 +77,7 @@ class Chart(unittest.TestCase):
         plain = rendered()
         cases = (
             ({"topology": {"create": True}}, ["topology/nodes.yaml"]),
+            ({"kubeflow": {"create": True}}, ["kubeflow/rbac.yaml", "kubeflow/runtime.yaml"]),
             ({"schedulers": ["volcano"]}, ["schedulers/volcano.yaml"]),
             (
                 {"schedulers": ["native", "volcano"]},
