@@ -371,4 +371,17 @@ mod tests {
         round.next([true; 2], 1);
         assert_eq!((round.assignment.next(), round.assignment.is_foreseen()), (None, false));
     }
+    #[test]
+    fn the_header_of_a_step_has_the_time_of_its_records() {
+        let (mut assignment, job) = (Assignment::default(), JobPlan::of_one_epoch(32, 8));
+        let costs = [9, 1, 1, 2, 2].map(|compute_us| {
+            assignment.pending.ranges = vec![range(0, 8)];
+            assignment.computed(Computed { compute_us: 8 * compute_us, ..Computed::default() });
+            let mut header = StepHeader::default();
+            assignment.write(&mut header);
+            assignment.commit(&job, &[]);
+            header.cost
+        });
+        assert_eq!(costs, [0, 1000, 1000, 1250, 2000]);
+    }
 }
