@@ -544,10 +544,7 @@ pub(crate) use transport::TransportPlan;
 
 /// Returns the size from which the ring is faster than the [chains](chain), as measured there.
 fn ring_bytes_min(world: usize) -> usize {
-    match world {
-        0..=3 | 5 => (32 << 10) + 1,
-        _ => (64 << 10) + 1,
-    }
+    if world == 2 { (128 << 10) + 1 } else { (64 << 10) + 1 }
 }
 
 /// Segment size: small enough to stay in a core's cache while it is received, reduced and sent;

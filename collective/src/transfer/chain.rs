@@ -7,14 +7,20 @@
 //! ```
 //!
 //! Latency is bounded by the writes, in each of which the kernel delivers into the receiver's
-//! socket, and by the wake-ups. 4 KiB take 3 to 6 µs at 2 ranks on 2 cores (14 around the ring), 25
-//! at 4 (100), 95 at 8 (450). Above that size the shorter messages of the ring begin to win: 64 KiB
-//! take 111 µs at 3 ranks (ring 86), 128 at 4 (97), 221 at 6 (319), 280 at 8 (419); 96 KiB take 502
-//! µs at 6 (321), 575 at 8 (489). With cost α per message and β per byte, a chain takes world·(α +
-//! β·bytes) and a ring 2·(world−1)·(α + β·bytes/world). The two are equal at about α/β bytes: 20 KB
-//! at 20 µs and 1 GB/s, more where ranks share cores and α grows. Four ranks on 2 cores, in turns
-//! with chains and the ring: 53 µs for 4 KiB (chains 46), 82 for 32 KiB (83), 126 for 48 KiB (ring
-//! 259), 208 for 64 KiB (234). Where each rank has a core, half as many messages follow each other.
+//! socket, and by the wake-ups. With cost α per message and β per byte, a chain takes world·(α +
+//! β·bytes) and a ring 2·(world−1)·(α + β·bytes/world). The two are equal at about α/β bytes: 30 KB
+//! at 30 µs and 1 GB/s, more where ranks share cores and α grows, and never for 2 ranks. Measured
+//! over the loopback on 2 quiet cores, in turns with the ring, in µs:
+//!
+//! | ranks | 32 KiB | 64 KiB | 96 KiB | 128 KiB |
+//! |---|---|---|---|---|
+//! | 2 | 17, ring 22 | 27, 27 | 29, 32 | 42, 51 |
+//! | 3 | 49, ring 117 | 89, 144 | 142, 150 | 126, 154 |
+//! | 4 | 91, ring 176 | 123, 209 | 210, 219 | 157, 253 |
+//! | 6 | 96, ring 440 | 304, 521 | 218, 602 | 303, 472 |
+//! | 8 | 184, ring 721 | 235, 766 | 290, 748 | 343, 810 |
+//!
+//! On networks of 10 Gbit/s the ring would be the faster one above some 64 KiB.
 //!
 //! **Invariant:** the total is computed once, at rank 0, and copied from there. With two ranks and
 //! with four, all add the same contributions in the same order.
