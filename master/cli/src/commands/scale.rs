@@ -1,6 +1,6 @@
 //! `elasticdl scale`.
 
-use clap::Args;
+use clap::{ArgGroup, Args};
 use elasticdl_master::job::Scaling;
 
 use crate::args::parse_workers;
@@ -9,10 +9,11 @@ use crate::process::{Failure, print};
 
 /// Arguments of `elasticdl scale`.
 #[derive(Args, Debug)]
+#[command(group(ArgGroup::new("change").args(["num_workers", "min_workers", "max_workers"])
+    .required(true).multiple(true)))]
 pub(crate) struct ScaleArgs {
     /// Number of workers to keep running, between the job's --min-workers and --max-workers.
-    #[arg(long, value_name = "N", value_parser = parse_workers, allow_negative_numbers = true,
-          required_unless_present_any = ["min_workers", "max_workers"])]
+    #[arg(long, value_name = "N", value_parser = parse_workers, allow_negative_numbers = true)]
     pub(crate) num_workers: Option<u32>,
 
     /// Minimum number of workers from now on; with fewer, training pauses.

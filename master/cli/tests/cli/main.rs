@@ -276,7 +276,7 @@ fn commands_for_an_absent_job_report_that() {
     home.run(&["scale", "absent", "--num-workers", "3"]).assert_refused(&["no such job"]);
     home.run(&["scale", "absent", "--num-workers", "0"])
         .assert_refused(&["--num-workers", "from 1"]);
-    home.run(&["scale", "absent"]).assert_refused(&["--num-workers"]);
+    home.run(&["scale", "absent"]).assert_refused(&["--num-workers", "--max-workers"]);
     let ended = JobDir::create(&home.path("state/elasticdl/mnist")).unwrap();
     fs::write(ended.summary_path(), "{}").unwrap();
     drop(ended);
