@@ -6,7 +6,7 @@
 //! resources, which are those of the workers here. So the pod of a declaration has another label,
 //! and writes the status as the owner that Kubeflow's server is.
 //!
-//! **Invariant:** no error of a report affects the job. It is told once, until a report succeeds.
+//! **Invariant:** no error of a report affects the job. A warning has it once, until one succeeds.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -251,7 +251,7 @@ mod tests {
             self.warnings.lock().unwrap().clone()
         }
 
-        /// Ends the job, and returns what is told then.
+        /// Ends the job, and returns what is reported then.
         async fn end(&mut self) -> Value {
             self.statuses = watch::channel(None).0;
             (&mut self.report).await.unwrap();
@@ -289,7 +289,7 @@ mod tests {
         reported.tell(running(0.3, None));
         sleep(SEND_INTERVAL).await;
         assert_eq!(reported.told(), json!({"progressPercentage": 30}));
-        // The last status is told at once.
+        // The last status is reported at once.
         reported.tell(Status { state: "completed".into(), ..running(0.999, None) });
         let expected = json!({"progressPercentage": 100, "estimatedRemainingSeconds": 0});
         let end = Instant::now();
