@@ -125,6 +125,12 @@ impl HostGroup {
         Self { channels, ..self }
     }
 
+    /// Sums buffers of this many bytes and more by the ring.
+    #[cfg(any(test, feature = "testing"))]
+    pub(crate) fn with_ring_bytes_min(self, ring_bytes_min: usize) -> Self {
+        Self { ring_bytes_min, ..self }
+    }
+
     pub(crate) fn with_wire_dtype(self, wire: WireDtype) -> Self {
         Self { wire, ..self }
     }

@@ -46,7 +46,8 @@ pub fn ring(data: &[u8]) -> bool {
     let registration = Fence::new().register(GENERATION).expect("this is the first registration");
     let wire = [WireDtype::F32, WireDtype::Bf16, WireDtype::F16][usize::from(operation >> 4) % 3];
     let mut ring = HostGroup::new(registration, Progress::new(), rank, members, Some(links))
-        .with_wire_dtype(wire);
+        .with_wire_dtype(wire)
+        .with_ring_bytes_min(RING_LEN * size_of::<f32>());
     let result = run(&mut ring, operation & 15);
     if result.is_err() {
         let again = ring.all_gather(&[]);
@@ -264,7 +265,7 @@ fn sockets() -> (TcpStream, TcpStream) {
 
 const GENERATION: u64 = 5;
 
-/// Length of a sum that uses the ring algorithm, in elements.
+/// Length from which these groups use the ring algorithm, in elements.
 const RING_LEN: usize = 8194;
 
 const BYTES_MAX: usize = 60 << 10;

@@ -405,8 +405,8 @@ pub(crate) fn one_of_two() -> TestRank {
     registration.register_link(&next);
     registration.register_link(&prev);
     let links = Links { next: neighbour(next), prev: neighbour(prev) };
-    let mut ring = HostGroup::new(registration, Progress::new(), 0, vec![10, 11], Some(links));
-    ring.ring_bytes_min = 0;
+    let ring = HostGroup::new(registration, Progress::new(), 0, vec![10, 11], Some(links))
+        .with_ring_bytes_min(0);
     TestRank { ring, to_ring, from_ring, fence }
 }
 
