@@ -7,6 +7,7 @@
 //! ```
 
 mod damage;
+mod desired;
 mod http;
 mod leader;
 mod news;

@@ -62,6 +62,8 @@ pub struct Master {
     /// The newest write to `job_store`.
     last_write: LastWrite,
     backend: WorkerBackend,
+    /// The number of workers that was requested last, if the limits did not allow it.
+    refused_number: Option<u32>,
     progress: Progress,
     /// Whether the tracking server takes the metrics, and the collector the traces.
     tracked: Option<mpsc::Receiver<Event>>,
@@ -258,6 +260,7 @@ impl Master {
             job_store: parts.job_store,
             last_write: LastWrite { revision: 0, step: 0, at: Instant::now() },
             backend,
+            refused_number: None,
             progress: parts.progress,
             tracked: parts.tracked,
             server,
@@ -326,7 +329,7 @@ impl Master {
                         break self.job.outcome().unwrap_or(Outcome::Stopped);
                     }
                     UserCommand::Scale(change) => {
-                        let done = self.scale(change).map(drop);
+                        let done = self.scale_as_requested(change).map(drop);
                         self.notice_refusal(done);
                     }
                     UserCommand::Resume | UserCommand::Suspend => {

@@ -10,6 +10,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tracing::{info, warn};
 
+use super::desired::KnownRequests;
 use super::http::{HttpServer, listen};
 use super::news::News;
 use super::publish::{not_written, publish, write_end};
@@ -21,11 +22,9 @@ use crate::exit::{
     EXIT_DAMAGED, EXIT_FAILED, EXIT_TERMINATED, EXIT_USAGE, Failure, cannot, code_of_summary,
 };
 use crate::exporters::Exporters;
-use crate::job::{Job, PersistedJob, Scaling, Snapshot};
+use crate::job::{Job, PersistedJob, Snapshot};
 use crate::job_store::JobStore;
-use crate::kube::anchor::{
-    Anchor, AnchorEvent, AnchorWriter, Data, DesiredState, MASTER, RECORD, StopRequest,
-};
+use crate::kube::anchor::{Anchor, AnchorEvent, AnchorWriter, Data, MASTER, RECORD};
 use crate::kube::client::{Cluster, ClusterError};
 use crate::kube::events::EventRecorder;
 use crate::kube::leader_lease::LeaseGuard;
@@ -35,7 +34,7 @@ use crate::kube::persisted_job::{PersistedJobWriter, PersistedWatch};
 use crate::kube::pods::{self, PodFactory, Pods};
 use crate::kube::requests::UserRequest;
 use crate::kube::state_labels::StateLabels;
-use crate::kube::{anchor, inspection, master_address, succession};
+use crate::kube::{inspection, master_address, succession};
 use crate::listener::{Identity, ServerConfig};
 use crate::mlflow;
 use crate::progress::Progress;
@@ -258,11 +257,10 @@ impl Leader<'_> {
         let mut published = self.http.published.clone();
         let start = Instant::now();
         let (commands, received) = mpsc::channel(COMMANDS_MAX);
-        let (mut desired, mut is_followed) = (DesiredState::default(), false);
+        // Other causes may have changed since what a former master has carried out.
+        let mut requests = KnownRequests::new(master.requested());
         let inspector = master.inspector();
         let mut followed = self.anchor.watch();
-        let mut requested: Option<UserRequest> = None;
-        let mut ignored = None;
         let (times, history) = (RefCell::default(), RefCell::new(history));
         let publishing = publish(writer, published.clone(), age, &times, &history);
         tokio::pin!(publishing);
@@ -288,33 +286,22 @@ impl Leader<'_> {
                         return Ok(EXIT_TERMINATED);
                     }
                     AnchorEvent::Data(data) => {
-                        let by = UserRequest::in_anchor(&data);
-                        if let Some(by) = by.filter(|by| requested.as_ref() != Some(by)) {
+                        let new = requests.on_data(&data);
+                        if let Some(by) = new.by {
                             info!(user = by.user, request = by.key, "a user requests a change");
-                            requested = Some(by.clone());
                             self.record(by);
                         }
-                        let now_ignored = anchor::ignored_request(&data);
-                        if now_ignored != ignored {
-                            ignored.clone_from(&now_ignored);
-                            let told = now_ignored.into_iter();
-                            told.for_each(|text| {
-                                warn!("{text}");
-                                recorder.record("RequestIgnored", text);
-                            });
+                        if let Some(text) = new.ignored {
+                            warn!("{text}");
+                            recorder.record("RequestIgnored", text);
                         }
-                        let now = DesiredState::read(&data);
-                        // A request that a former master has got is not answered again.
-                        let asked = now.inspect.filter(|_| now.inspect != desired.inspect);
-                        if let Some(number) = asked.filter(|_| is_followed) {
+                        if let Some(number) = new.inspect {
                             inspection::answer(inspector.clone(), writer.clone(), number);
                         }
-                        is_followed = true;
-                        for command in changes(desired, now) {
+                        for command in new.commands {
                             // The master takes them faster than users send them.
                             let _ = commands.send(command).await;
                         }
-                        desired = now;
                     }
                 },
             }
@@ -364,25 +351,6 @@ async fn tell(
 /// Address of this pod, if it was created with the variable.
 fn own_address(variable: impl Fn(&str) -> Option<String>) -> Option<SocketAddr> {
     Some(SocketAddr::new(variable(POD_IP)?.parse().ok()?, PORT as u16))
-}
-
-/// Commands to the master that follow from a change of the desired state.
-pub(super) fn changes(before: DesiredState, now: DesiredState) -> Vec<UserCommand> {
-    let scaling = now.scaling.since(before.scaling);
-    let scale = (scaling != Scaling::default()).then_some(UserCommand::Scale(scaling));
-    let suspend = now.suspend.filter(|_| now.suspend != before.suspend);
-    let suspend = suspend.map(|suspend| match suspend {
-        true => UserCommand::Suspend,
-        false => UserCommand::Resume,
-    });
-    let stop = now.stop.filter(|_| now.stop > before.stop);
-    let stop = stop.map(|stop| match stop {
-        StopRequest::AtStep => UserCommand::Stop,
-        StopRequest::AtOnce => UserCommand::Kill,
-    });
-    let asked = now.checkpoint.is_some() && now.checkpoint != before.checkpoint;
-    let checkpoint = asked.then_some(UserCommand::Checkpoint);
-    scale.into_iter().chain(checkpoint).chain(suspend).chain(stop).collect()
 }
 
 const COMMANDS_MAX: usize = 4;

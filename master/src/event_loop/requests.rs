@@ -26,6 +26,20 @@ impl Master {
         Ok(self.job.step())
     }
 
+    /// What users have changed of the number of workers, and of its limits.
+    pub(crate) fn requested(&self) -> Scaling {
+        self.job.requested()
+    }
+
+    /// Changes the desired number of workers, or its limits, as something keeps requesting it: a
+    /// number that was refused is tried again with new limits.
+    pub(super) fn scale_as_requested(&mut self, change: Scaling) -> Result<u32, String> {
+        let again = change.or(Scaling { num_workers: self.refused_number, ..Scaling::default() });
+        let done = self.scale(again);
+        self.refused_number = again.num_workers.filter(|_| done.is_err());
+        if again == change { done } else { done.or_else(|_| self.scale(change)) }
+    }
+
     /// Changes the desired number of workers, or its limits. Returns the previous number.
     pub(super) fn scale(&mut self, change: Scaling) -> Result<u32, String> {
         let now = self.now();

@@ -30,8 +30,14 @@ struct MasterFixture {
 }
 
 impl MasterFixture {
-    /// The third master of a job in a cluster.
     async fn start() -> Self {
+        let (fixture, master, received) = Self::assemble().await;
+        tokio::spawn(master.run(received));
+        fixture
+    }
+
+    /// The third master of a job in a cluster, and the commands that it takes.
+    async fn assemble() -> (Self, Master, mpsc::Receiver<UserCommand>) {
         let (fake, cluster) = FakeServer::start();
         let meta = json!({"name": "job", "namespace": "ns", "uid": "anchor"});
         fake.put("configmaps", "job", json!({"metadata": meta, "data": {"task": "{}"}}));
@@ -60,8 +66,9 @@ impl MasterFixture {
         })
         .unwrap();
         let (commands, received) = mpsc::channel(1);
-        tokio::spawn(master.run(received));
-        Self { address, token, hold: Box::new(hold), _fake: fake, _commands: commands }
+        let hold = Box::new(hold);
+        let fixture = Self { address, token, hold, _fake: fake, _commands: commands };
+        (fixture, master, received)
     }
 
     /// Opens the stream of a worker that was welcomed by the master with this incarnation before.
@@ -132,4 +139,21 @@ async fn a_master_that_learns_of_a_newer_one_closes_its_listener_until_its_lease
     fixture.until(false).await;
     (fixture.hold)(Duration::from_secs(1_000_000_000_000));
     fixture.until(true).await;
+}
+
+#[tokio::test]
+async fn a_number_that_the_limits_do_not_allow_is_taken_with_the_limits_that_do() {
+    let (_fixture, mut master, _received) = MasterFixture::assemble().await;
+    let most = |max_workers| Scaling { max_workers: Some(max_workers), ..Scaling::default() };
+    let desired = |master: &Master| master.job.status(master.now()).workers_desired;
+    assert!(master.scale_as_requested(5.into()).is_err());
+    assert_eq!(master.scale_as_requested(most(4)), Ok(3), "still too few");
+    assert_eq!((desired(&master), master.requested()), (3, most(4)));
+    assert_eq!(master.scale_as_requested(most(6)), Ok(3));
+    assert_eq!((desired(&master), master.requested()), (5, most(6).or(5.into())));
+    // What was refused is over with another number.
+    assert!(master.scale_as_requested(7.into()).is_err());
+    assert_eq!(master.scale_as_requested(2.into()), Ok(5));
+    assert_eq!(master.scale_as_requested(most(8)), Ok(2));
+    assert_eq!(desired(&master), 2);
 }

@@ -18,21 +18,26 @@ impl Scaling {
     /// The values that differ from those in `before`.
     #[must_use]
     pub fn since(self, before: Self) -> Self {
-        let new = |now: Option<u32>, before| now.filter(|_| now != before);
-        Self {
-            num_workers: new(self.num_workers, before.num_workers),
-            min_workers: new(self.min_workers, before.min_workers),
-            max_workers: new(self.max_workers, before.max_workers),
-        }
+        self.with(before, |now, before| now.filter(|_| now != before))
     }
 
     /// These values, and those of `other` where there are none.
     #[must_use]
     pub fn or(self, other: Self) -> Self {
+        self.with(other, Option::or)
+    }
+
+    /// These values but those that `other` has, too.
+    #[must_use]
+    pub fn without(self, other: Self) -> Self {
+        self.with(other, |value, other| value.filter(|_| other.is_none()))
+    }
+
+    fn with(self, other: Self, value: fn(Option<u32>, Option<u32>) -> Option<u32>) -> Self {
         Self {
-            num_workers: self.num_workers.or(other.num_workers),
-            min_workers: self.min_workers.or(other.min_workers),
-            max_workers: self.max_workers.or(other.max_workers),
+            num_workers: value(self.num_workers, other.num_workers),
+            min_workers: value(self.min_workers, other.min_workers),
+            max_workers: value(self.max_workers, other.max_workers),
         }
     }
 }

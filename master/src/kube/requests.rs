@@ -24,11 +24,12 @@ use tokio::time::timeout;
 use tracing::debug;
 
 use super::anchor::{
-    Anchor, CHECKPOINT, Data, INSPECT, MAX_WORKERS, MIN_WORKERS, NUM_WORKERS, STOP, STOP_AT_ONCE,
-    SUSPEND,
+    Anchor, CHECKPOINT, Data, DesiredState, INSPECT, MAX_WORKERS, MIN_WORKERS, NUM_WORKERS, STOP,
+    STOP_AT_ONCE, SUSPEND,
 };
 use super::client::{Cluster, ClusterError, is_code};
 use super::events;
+use crate::job::Scaling;
 
 /// Writes a request into the anchor of a job, at once in all its keys, with the name of its user.
 ///
@@ -83,6 +84,12 @@ impl UserRequest {
         let is_set = |(key, value): (&String, &String)| data.get(key) == Some(value);
         let is_current = request.keys().all(is_set);
         (is_current || request.key == DELETE).then_some(request)
+    }
+
+    /// What it changes of the number of workers, and of its limits.
+    pub(crate) fn scaling(&self) -> Scaling {
+        let keys = self.keys().map(|(key, value)| (key.clone(), value.clone())).collect();
+        DesiredState::read(&keys).scaling
     }
 
     fn keys(&self) -> impl Iterator<Item = (&String, &String)> {

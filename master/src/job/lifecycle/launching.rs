@@ -233,12 +233,20 @@ impl Job {
         self.launch_missing(now);
     }
 
+    /// What users have changed of the number of workers and of its limits, whatever other causes
+    /// have changed since.
+    #[must_use]
+    pub fn requested(&self) -> Scaling {
+        self.lifecycle.requested
+    }
+
     pub(crate) fn on_scale(&mut self, now: Time, change: Scaling) {
         let before = self.lifecycle.wanted;
         let Ok(scaled) = self.spec.scaled(before, change) else { return };
         if !self.lifecycle.is_running() {
             return;
         }
+        self.lifecycle.requested = change.or(self.lifecycle.requested);
         let num_workers = scaled.num_workers;
         let are_new = self.change_limits(scaled.limits());
         if let Some(most) = change.num_workers {

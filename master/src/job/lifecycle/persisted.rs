@@ -33,6 +33,7 @@ use crate::job::data::results::ShardResults;
 use crate::job::event::{Finished, LaunchId, LedgerReport};
 use crate::job::job::Job;
 use crate::job::reporting::history::PersistedHistory;
+use crate::job::scaling::Scaling;
 use crate::job::spec::JobSpec;
 use crate::job::text::clip;
 use crate::job::workers::pod::PodId;
@@ -54,6 +55,9 @@ pub struct PersistedJob {
     pub(crate) order: Option<OrderName>,
     pub(crate) parameters: Option<u64>,
     pub(crate) wanted: u32,
+    /// What users have changed of it, and of its limits.
+    #[serde(default)]
+    pub(crate) requested: Scaling,
     /// The most workers that the policy of `--autoscale` may want; `None` without it.
     #[serde(default)]
     pub(crate) wanted_max: Option<u32>,
@@ -338,6 +342,7 @@ impl Job {
             order: data.order(),
             parameters: data.parameters(),
             wanted: lifecycle.wanted,
+            requested: lifecycle.requested,
             wanted_max: lifecycle.autoscale.as_ref().map(Autoscale::max),
             initial_launches_left: lifecycle.initial_launches_left,
             failures: budget.counted,

@@ -13,6 +13,7 @@ use super::restart::{Budget, Restarts};
 use super::takeover_state::Takeover;
 use crate::job::action::Outcome;
 use crate::job::event::Exit;
+use crate::job::scaling::Scaling;
 use crate::job::spec::JobSpec;
 use crate::job::time::Time;
 
@@ -22,6 +23,8 @@ pub(crate) struct Lifecycle {
     pub(super) phase: Phase,
     /// Desired number of workers.
     pub(super) wanted: u32,
+    /// What users have changed of it, and of its limits, whatever other causes changed since.
+    pub(super) requested: Scaling,
     /// What changes this number if the user does not.
     pub(super) autoscale: Option<Autoscale>,
     /// Launches left that fill a slot for the first time; every further launch is a restart.
@@ -100,6 +103,7 @@ impl Lifecycle {
         Self {
             phase: Phase::Running,
             wanted: spec.num_workers,
+            requested: Scaling::default(),
             autoscale: spec.autoscale.then(|| Autoscale::new(spec)),
             initial_launches_left: spec.num_workers + spec.spares + spec.options.table_servers,
             restarts: Restarts::new(Time::default(), spec.max_worker_restarts, Budget::default()),

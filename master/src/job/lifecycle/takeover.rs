@@ -53,6 +53,7 @@ impl Job {
         check(&record)?;
         let mut job = Self::new_silent(record.spec);
         job.lifecycle.wanted = record.wanted;
+        job.lifecycle.requested = record.requested;
         record.wanted_max.into_iter().for_each(|most| job.lifecycle.limit_autoscale(most));
         job.lifecycle.bad_hosts = record.bad_hosts;
         job.lifecycle.initial_launches_left = record.initial_launches_left;

@@ -71,11 +71,11 @@ fn a_raised_maximum_admits_workers_also_of_the_next_master() {
     assert_eq!((actions(&mut job), desired(&job)), (vec![launch_at(3, 2)], [1, 3, 4]));
     let said = ["the job takes 1 to 4 workers from now on", "scaling from 2 workers to 3"];
     assert!(events(&job).ends_with(&said.map(String::from)), "{:?}", events(&job));
-    // As the next master reads it again from the anchor.
+    // Requested again.
     job.handle(at(2), Event::Scale(limits(None, 4).or(3.into())));
     assert!(actions(&mut job).is_empty() && events(&job).ends_with(&said.map(String::from)));
     let mut next = Job::restore(job.to_persisted(), at(10)).unwrap();
-    assert_eq!(desired(&next), [1, 3, 4]);
+    assert_eq!((desired(&next), next.requested()), ([1, 3, 4], limits(None, 4).or(3.into())));
     actions(&mut next);
     next.handle(at(11), Event::Scale(4.into()));
     assert_eq!((actions(&mut next), desired(&next)), (vec![launch_at(4, 3)], [1, 4, 4]));
