@@ -43,6 +43,7 @@ use crate::jobdir::ProcessIdentity;
 use crate::kube::leader_lease::LeaseGuard;
 use crate::kube::objects;
 use crate::kube::pods::Pods;
+use crate::kube::priority_tiers::Weight;
 use crate::kube::verdict::{Verdict, classify};
 use crate::listener::ServerConfig;
 use crate::local::Launcher;
@@ -130,6 +131,8 @@ pub enum UserCommand {
     Stop,
     /// Write a checkpoint, end all workers, and wait for [`UserCommand::Resume`].
     Suspend,
+    /// Give new workers the priority classes of a job of this weight.
+    Weigh(Weight),
 }
 
 /// How a job ended.
@@ -336,6 +339,7 @@ impl Master {
                         let done = self.set_suspended(command == UserCommand::Suspend);
                         self.notice_refusal(done.map(drop));
                     }
+                    UserCommand::Weigh(weight) => self.backend.set_weight(weight),
                     UserCommand::Interrupt => self.stop(true),
                     UserCommand::Stop => self.stop(false),
                 },

@@ -8,6 +8,7 @@ use crate::backend_event::BackendEvent;
 use crate::job::LaunchId;
 use crate::jobdir::ProcessIdentity;
 use crate::kube::pods::Pods;
+use crate::kube::priority_tiers::Weight;
 use crate::listener::ServerConfig;
 use crate::local::{Launcher, Processes};
 
@@ -53,6 +54,14 @@ impl WorkerBackend {
         match self {
             Self::Pods(pods) => pods.set_core(min_workers),
             // Processes have no priority.
+            Self::Processes(_) => {}
+        }
+    }
+
+    /// From now on the job has this weight.
+    pub(crate) fn set_weight(&self, weight: Weight) {
+        match self {
+            Self::Pods(pods) => pods.set_weight(weight),
             Self::Processes(_) => {}
         }
     }

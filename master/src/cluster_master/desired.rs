@@ -62,6 +62,7 @@ impl KnownRequests {
 fn changes(before: DesiredState, now: DesiredState) -> Vec<UserCommand> {
     let scaling = now.scaling.since(before.scaling);
     let scale = (scaling != Scaling::default()).then_some(UserCommand::Scale(scaling));
+    let weight = now.weight.filter(|_| now.weight != before.weight).map(UserCommand::Weigh);
     let suspend = now.suspend.filter(|_| now.suspend != before.suspend);
     let suspend = suspend.map(|suspend| match suspend {
         true => UserCommand::Suspend,
@@ -74,12 +75,14 @@ fn changes(before: DesiredState, now: DesiredState) -> Vec<UserCommand> {
     });
     let asked = now.checkpoint.is_some() && now.checkpoint != before.checkpoint;
     let checkpoint = asked.then_some(UserCommand::Checkpoint);
-    scale.into_iter().chain(checkpoint).chain(suspend).chain(stop).collect()
+    // New workers have the new weight.
+    weight.into_iter().chain(scale).chain(checkpoint).chain(suspend).chain(stop).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kube::priority_tiers::parse_weight;
     use crate::kube::requests::REQUESTED_BY;
 
     #[test]
@@ -100,6 +103,9 @@ mod tests {
         let forced = DesiredState { stop: Some(StopRequest::AtOnce), ..stop };
         assert_eq!(changes(stop, forced), [UserCommand::Kill]);
         assert_eq!(changes(forced, stop), []);
+        let heavy = parse_weight("2").ok();
+        let commands = [UserCommand::Weigh(heavy.unwrap()), UserCommand::Scale(4.into())];
+        assert_eq!(changes(none, DesiredState { weight: heavy, ..four }), commands);
         let asked = DesiredState { checkpoint: Some(7), ..four };
         assert_eq!(changes(four, asked), [UserCommand::Checkpoint]);
         assert_eq!(changes(asked, asked), []);

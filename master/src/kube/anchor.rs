@@ -8,6 +8,7 @@
 //! | `task`, `worker-pod` | the user, at submission | what to train, and the worker pod template |
 //! | `table-server-pod` | the user, at submission | the pod template of table servers, if there are any |
 //! | `num-workers`, `min-workers`, `max-workers` | the user, later | requests |
+//! | `weight` | the user, later | a request: the job's share of the cluster, for new workers |
 //! | `stop`, `suspend`, `checkpoint`, `inspect` | the user, later | requests |
 //! | `requested-by` | the user, with each of them | who requested it: see `requests` |
 //! | `incarnation` | each master, at its start | number of masters so far: the fencing token |
@@ -49,6 +50,7 @@ use tracing::debug;
 
 use super::client::{Cluster, ClusterError, is_code};
 use super::objects;
+use super::priority_tiers::{Weight, parse_weight};
 use super::retry::retry;
 use super::watch::{Change, Selection, Watch, backoff};
 use crate::job::Scaling;
@@ -384,6 +386,8 @@ impl AnchorWatch {
 pub struct DesiredState {
     /// Desired number of workers, and its limits.
     pub scaling: Scaling,
+    /// The job's share of the cluster.
+    pub weight: Option<Weight>,
     /// Whether, and when, the job is to stop.
     pub stop: Option<StopRequest>,
     /// Number of the last checkpoint request. A new number requests a checkpoint.
@@ -413,6 +417,7 @@ impl DesiredState {
             min_workers: number(MIN_WORKERS),
             max_workers: number(MAX_WORKERS),
         };
+        let weight = data.get(WEIGHT).and_then(|text| parse_weight(text.trim()).ok());
         let stop = data.get(STOP).and_then(|text| match text.trim() {
             "true" => Some(StopRequest::AtStep),
             STOP_AT_ONCE => Some(StopRequest::AtOnce),
@@ -421,16 +426,21 @@ impl DesiredState {
         let checkpoint = data.get(CHECKPOINT).and_then(|text| text.trim().parse().ok());
         let inspect = data.get(INSPECT).and_then(|text| text.trim().parse().ok());
         let suspend = data.get(SUSPEND).and_then(|text| text.trim().parse().ok());
-        Self { scaling, stop, checkpoint, inspect, suspend }
+        Self { scaling, weight, stop, checkpoint, inspect, suspend }
     }
 }
 
 /// What is wrong with a request in `data` that is ignored.
 pub(crate) fn ignored_request(data: &Data) -> Option<String> {
-    let is_number = |text: &str| text.trim().parse::<u32>().is_ok();
-    [NUM_WORKERS, MIN_WORKERS, MAX_WORKERS].into_iter().find_map(|key| {
-        let text = data.get(key).filter(|text| !is_number(text))?;
-        Some(format!("{key} is {text:?} in the job's ConfigMap, and must be a number: ignored"))
+    let check_number =
+        |text: &str| text.parse::<u32>().map(drop).map_err(|_| "it must be a number".to_owned());
+    let check_weight = |text: &str| parse_weight(text).map(drop);
+    [NUM_WORKERS, MIN_WORKERS, MAX_WORKERS, WEIGHT].into_iter().find_map(|key| {
+        let text = data.get(key)?;
+        let checked =
+            if key == WEIGHT { check_weight(text.trim()) } else { check_number(text.trim()) };
+        let why = checked.err()?;
+        Some(format!("{key} is {text:?} in the job's ConfigMap, and is ignored: {why}"))
     })
 }
 
@@ -492,6 +502,8 @@ pub const STOP_AT_ONCE: &str = "force";
 pub const SUSPEND: &str = "suspend";
 /// Key of the job's summary.
 pub const SUMMARY: &str = "summary";
+/// Key of the desired weight of the job.
+pub const WEIGHT: &str = "weight";
 
 /// Number of attempts to begin an incarnation after the first: they take about a minute.
 const BEGIN_FAILURES_MAX: u32 = 8;
@@ -515,6 +527,7 @@ mod tests {
         let all = DesiredState::read(&data(&[
             ("num-workers", " 4 "),
             ("min-workers", "2"),
+            ("weight", "2.50"),
             ("stop", "true"),
             ("checkpoint", "7"),
             ("inspect", "8"),
@@ -522,6 +535,7 @@ mod tests {
         ]));
         let expected = DesiredState {
             scaling: Scaling { num_workers: Some(4), min_workers: Some(2), max_workers: None },
+            weight: parse_weight("2.5").ok(),
             stop: Some(StopRequest::AtStep),
             checkpoint: Some(7),
             inspect: Some(8),
@@ -534,15 +548,18 @@ mod tests {
             data(&[]),
             data(&[("num-workers", "many"), ("stop", "perhaps"), ("max-workers", "4.0")]),
             data(&[("num-workers", "-1"), ("checkpoint", "now"), ("suspend", "yes")]),
+            data(&[("weight", "heavy")]),
         ] {
             assert_eq!(DesiredState::read(&nonsense), DesiredState::default(), "{nonsense:?}");
         }
         let ignored = |text: &str| ignored_request(&data(&[(NUM_WORKERS, text)]));
         assert_eq!(
             ignored("many").unwrap(),
-            "num-workers is \"many\" in the job's ConfigMap, and must be a number: ignored"
+            "num-workers is \"many\" in the job's ConfigMap, and is ignored: it must be a number"
         );
         assert_eq!((ignored(" 4 "), ignored_request(&Data::new())), (None, None));
+        let light = ignored_request(&data(&[(WEIGHT, "0.01")])).unwrap();
+        assert!(light.ends_with("is ignored: it must be a number from 0.1 to 10"), "{light}");
     }
 
     #[tokio::test(start_paused = true)]

@@ -31,12 +31,13 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 use tracing::debug;
 
-use super::anchor::{Anchor, Data, SUSPEND};
+use super::anchor::{Anchor, Data, SUSPEND, WEIGHT};
 use super::client::{Cluster, ClusterError};
 use super::objects::{self, Objects, Task};
+use super::priority_tiers::Weight;
 use super::requests::request;
 use super::retry::retry;
-use super::scaling::{self, Rescaling};
+use super::scaling;
 use super::train_job::{self, TrainJob, TrainJobSpec};
 use super::watch::{Change, Selection, Watch};
 use super::{events, succession};
@@ -95,6 +96,8 @@ pub enum Holder {
 pub struct Asked {
     /// Number of workers, and its limits.
     pub scaling: Scaling,
+    /// The job's share of the cluster.
+    pub weight: Option<Weight>,
     /// Whether the job is suspended.
     pub suspend: Option<bool>,
 }
@@ -114,6 +117,8 @@ pub struct Requested {
 struct Changeable {
     #[serde(flatten)]
     scaling: Scaling,
+    #[serde(default)]
+    weight: Option<Weight>,
     suspend: bool,
 }
 
@@ -252,25 +257,36 @@ impl Declaration {
         let before = data.get(DECLARED).and_then(|text| serde_json::from_str(text).ok());
         let mut known = before.unwrap_or_else(|| Changeable {
             scaling: Scaling::default(),
+            weight: None,
             suspend: task.job.policies.starts_suspended,
         });
         known.scaling = known.scaling.or(Scaling::from(&task.job));
+        let tiers = task.priority_tiers.as_ref();
+        known.weight = known.weight.or_else(|| tiers.map(|tiers| tiers.weight));
         let mut done = Requested::default();
+        let mut keys = Data::new();
         let change = asked.scaling.since(known.scaling);
         let present = scaling::task(&data).map_or_else(|| task.job.clone(), |task| task.job);
         match scaling::rescale(&data, &present, change) {
             _ if change == Scaling::default() => {}
-            Ok(Rescaling { keys, .. }) => {
-                done.changed = keys.iter().map(|(key, value)| format!("{key} = {value}")).collect();
+            Ok(rescaling) => {
+                keys = rescaling.keys;
                 known.scaling = change.or(known.scaling);
-                request(&self.cluster, &anchor, keys).await?;
             }
             Err(why) => done.refused = Some(why),
         }
-        if let Some(suspend) = asked.suspend.filter(|suspend| *suspend != known.suspend) {
+        // A job without tiers has no weight, whatever the document says.
+        let weight = asked.weight.filter(|weight| known.weight.is_some_and(|old| old != *weight));
+        if let Some(weight) = weight {
+            known.weight = Some(weight);
+            keys.insert(WEIGHT.into(), weight.to_string());
+        }
+        let suspend = asked.suspend.filter(|suspend| *suspend != known.suspend).map(|suspend| {
             known.suspend = suspend;
-            done.changed.push(format!("{SUSPEND} = {suspend}"));
-            let keys = Data::from([(SUSPEND.into(), suspend.to_string())]);
+            Data::from([(SUSPEND.into(), suspend.to_string())])
+        });
+        for keys in [Some(keys), suspend].into_iter().flatten().filter(|keys| !keys.is_empty()) {
+            done.changed.extend(keys.iter().map(|(key, value)| format!("{key} = {value}")));
             request(&self.cluster, &anchor, keys).await?;
         }
         if !done.changed.is_empty() {

@@ -46,6 +46,7 @@ use super::events::{self, EventRecorder};
 use super::leader_lease::LeaseGuard;
 use super::logs::first_of_pod;
 use super::objects;
+use super::priority_tiers::Weight;
 use super::retry::retry;
 use super::watch::{Change, Selection, Watch};
 use crate::backend_event::BackendEvent;
@@ -104,6 +105,11 @@ impl Pods {
     /// Makes the first `min_workers` of the next launches' slots those of the core.
     pub(crate) fn set_core(&self, min_workers: u32) {
         self.send(PodEvent::Core(min_workers));
+    }
+
+    /// Changes the job's weight, by which the next pods get their classes.
+    pub(crate) fn set_weight(&self, weight: Weight) {
+        self.send(PodEvent::Weight(weight));
     }
 
     /// Makes the pods of the next launches prefer other nodes than this one.

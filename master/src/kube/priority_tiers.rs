@@ -15,6 +15,8 @@
 //!
 //! All classes are below 0, so that services, which have no class, precede them.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 /// The priority classes of a job's workers.
@@ -35,6 +37,13 @@ pub struct Weight(u32);
 impl Default for Weight {
     fn default() -> Self {
         Self(HUNDREDTHS)
+    }
+}
+
+/// As [`parse_weight`] reads it.
+impl fmt::Display for Weight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", f64::from(self.0) / f64::from(HUNDREDTHS))
     }
 }
 

@@ -25,7 +25,7 @@ use tracing::debug;
 
 use super::anchor::{
     Anchor, CHECKPOINT, Data, DesiredState, INSPECT, MAX_WORKERS, MIN_WORKERS, NUM_WORKERS, STOP,
-    STOP_AT_ONCE, SUSPEND,
+    STOP_AT_ONCE, SUSPEND, WEIGHT,
 };
 use super::client::{Cluster, ClusterError, is_code};
 use super::events;
@@ -134,10 +134,10 @@ impl UserRequest {
         let user: String = user.chars().take(USER_LEN_MAX).collect();
         let clip = |value: &str| value.chars().take(VALUE_LEN_MAX).collect::<String>();
         match key.as_str() {
-            NUM_WORKERS | MIN_WORKERS | MAX_WORKERS => {
+            NUM_WORKERS | MIN_WORKERS | MAX_WORKERS | WEIGHT => {
                 let values = self.keys().filter_map(|(key, value)| match key.as_str() {
                     NUM_WORKERS => Some(format!("{} workers", clip(value))),
-                    MIN_WORKERS | MAX_WORKERS => Some(format!("{key} {}", clip(value))),
+                    MIN_WORKERS | MAX_WORKERS | WEIGHT => Some(format!("{key} {}", clip(value))),
                     _ => None,
                 });
                 let values: Vec<String> = values.collect();
@@ -264,6 +264,8 @@ mod tests {
         }
         let stop = UserRequest { at_ms: 0x5b, ..request(STOP, "true") };
         assert!(stop.record(&cluster, &anchor).await);
+        let weight = UserRequest { at_ms: 0x5e, ..request(WEIGHT, "2") };
+        assert!(weight.record(&cluster, &anchor).await);
         for (at_ms, value) in [(0x5c, "true"), (0x5d, "false")] {
             let suspend = UserRequest { at_ms, ..request(SUSPEND, value) };
             assert!(suspend.record(&cluster, &anchor).await);
@@ -278,6 +280,7 @@ mod tests {
             ("StopRequested", "jane requests that the job stops"),
             ("SuspendRequested", "jane requests that the job is suspended"),
             ("ResumeRequested", "jane requests that the job resumes"),
+            ("ScaleRequested", "jane requests weight 2"),
         ];
         assert_eq!(texts, expected);
         assert_eq!(

@@ -1,21 +1,26 @@
-//! Changes of the number of workers of a job, and of its limits, through its anchor.
+//! Changes of the number of workers of a job, of its limits and of its weight, through its anchor.
 //!
 //! The task in the anchor stays as it was submitted. The keys that users set later say what has
 //! changed since.
 
 use super::anchor::{self, Data, DesiredState, MAX_WORKERS, MIN_WORKERS, NUM_WORKERS};
 use super::objects::Task;
+use super::priority_tiers::PriorityTiers;
 use crate::job::{JobSpec, Scaling};
 
-/// The task in `data`, with the limits of the number of workers that users have requested since;
-/// `None` if there is none that this release can read.
+/// The task in `data`, with the limits of the number of workers and the weight that users have
+/// requested since; `None` if there is none that this release can read.
 #[must_use]
 pub fn task(data: &Data) -> Option<Task> {
     let task = Task::in_anchor(data)?;
-    let change = Scaling { num_workers: None, ..DesiredState::read(data).scaling };
+    let desired = DesiredState::read(data);
+    let change = Scaling { num_workers: None, ..desired.scaling };
     // The master does not carry out what is impossible.
     let job = task.job.scaled(task.job.num_workers, change).unwrap_or(task.job);
-    Some(Task { job, ..task })
+    let priority_tiers = task
+        .priority_tiers
+        .map(|tiers| PriorityTiers { weight: desired.weight.unwrap_or(tiers.weight), ..tiers });
+    Some(Task { job, priority_tiers, ..task })
 }
 
 /// A change of the number of workers, or of its limits, that is possible.
@@ -58,6 +63,7 @@ mod tests {
 
     use super::*;
     use crate::job::testing::spec;
+    use crate::kube::anchor::WEIGHT;
     use crate::kube::objects::TASK;
 
     #[test]
@@ -88,5 +94,11 @@ mod tests {
         // A user has edited the ConfigMap.
         data.insert(MIN_WORKERS.into(), "10".into());
         assert_eq!(numbers(&task(&data).unwrap().job), [1, 3, 8]);
+        data.insert(WEIGHT.into(), "2".into());
+        let light = task(&data).unwrap();
+        assert_eq!(light.priority_tiers, None, "a job without tiers has no weight");
+        let tiered = Task { priority_tiers: Some(PriorityTiers::shipped()), ..light };
+        data.insert(TASK.into(), serde_json::to_string(&tiered).unwrap());
+        assert_eq!(task(&data).unwrap().priority_tiers.unwrap().weight.to_string(), "2");
     }
 }

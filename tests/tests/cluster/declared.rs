@@ -96,9 +96,11 @@ fn a_declared_job_is_applied_changed_and_deleted_with_kubectl() {
     let selector = "job-name=declared";
     let pods = namespace.get("pods", selector);
     namespace.delete_pod(pods[0]["metadata"]["name"].as_str().unwrap(), &["--wait=false"]);
-    let one = document(&namespace, 1, 7).replace("seed", "max-workers = 1\n      seed");
+    let options = "max-workers = 1\n      weight = 2\n      seed";
+    let one = document(&namespace, 1, 7).replace("seed", options);
     namespace.apply(&one);
-    wait_for_report(&namespace, "ChangeRequested", "max-workers = 1, num-workers = 1");
+    let changed = "max-workers = 1, num-workers = 1, weight = 2";
+    wait_for_report(&namespace, "ChangeRequested", changed);
     wait_for_report(&namespace, "OptionsRefused", "goes on as it is: `seed` is 0, not 7");
     trains(1);
     let status = namespace.status("declared").unwrap();

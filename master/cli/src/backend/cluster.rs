@@ -9,13 +9,14 @@ use std::time::{Duration, SystemTime};
 use elasticdl_master::cluster_page;
 use elasticdl_master::job::{JobSpec, Scaling};
 use elasticdl_master::kube::anchor::{
-    Anchor, CHECKPOINT, Data, DesiredState, STATUS, STOP, STOP_AT_ONCE, SUMMARY, SUSPEND,
+    Anchor, CHECKPOINT, Data, DesiredState, STATUS, STOP, STOP_AT_ONCE, SUMMARY, SUSPEND, WEIGHT,
 };
 use elasticdl_master::kube::client::{Cluster, ClusterChoice};
 use elasticdl_master::kube::facts::read_facts;
 use elasticdl_master::kube::inspection::{self, InspectionError};
 use elasticdl_master::kube::logs::LogSource;
 use elasticdl_master::kube::objects::Task;
+use elasticdl_master::kube::priority_tiers::Weight;
 use elasticdl_master::kube::requests::{DELETE, REQUESTED_BY, UserRequest, request};
 use elasticdl_master::kube::scaling::Rescaling;
 use elasticdl_master::kube::{
@@ -198,12 +199,16 @@ impl JobHandle for ClusterHandle {
         self.runtime.block_on(read_facts(&self.anchor, &self.name))
     }
 
-    fn scale(&self, change: Scaling) -> Result<Scaled, Failure> {
+    fn scale(&self, change: Scaling, weight: Option<Weight>) -> Result<Scaled, Failure> {
         let data = self.data()?;
         self.check_running(&data)?;
-        let spec = task(&data)?.job;
-        let Rescaling { was, job, keys } =
+        let Task { job: spec, priority_tiers, .. } = task(&data)?;
+        let Rescaling { was, job, mut keys } =
             scaling::rescale(&data, &spec, change).map_err(Failure::usage)?;
+        if weight.is_some() && priority_tiers.is_none() {
+            return Err(Failure::usage("--weight: this job has no priority tiers"));
+        }
+        keys.extend(weight.map(|weight| (WEIGHT.into(), weight.to_string())));
         self.request(keys)?;
         Ok(Scaled { was, now: job.num_workers, limits: (job.min_workers, job.max_workers) })
     }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use elasticdl_master::job::{LaunchId, Scaling};
+use elasticdl_master::kube::priority_tiers::Weight;
 use elasticdl_master::lineage::JobFacts;
 use elasticdl_proto::{Inspection, Status};
 
@@ -35,8 +36,8 @@ pub(crate) trait JobHandle {
     /// What is known of the job's records, and of its steps.
     fn facts(&self) -> Result<JobFacts, Failure>;
 
-    /// Changes the number of workers to keep running, or its limits.
-    fn scale(&self, change: Scaling) -> Result<Scaled, Failure>;
+    /// Changes the number of workers to keep running, its limits, or the job's weight.
+    fn scale(&self, change: Scaling, weight: Option<Weight>) -> Result<Scaled, Failure>;
 
     /// Requests a checkpoint and waits for it for at most `timeout`. Returns its location.
     fn checkpoint(&self, timeout: Duration) -> Result<String, Failure>;

@@ -16,6 +16,7 @@ use elasticdl_master::job::{LaunchId, Scaling};
 use elasticdl_master::jobdir::{
     self, DeleteError, JobDirError, LookupError, StopError, StopTarget, quoted,
 };
+use elasticdl_master::kube::priority_tiers::Weight;
 use elasticdl_master::lineage::JobFacts;
 use elasticdl_master::worker_output::WorkerOutput;
 use elasticdl_proto::wire::{CheckpointRequest, InspectRequest, ScaleRequest, SuspendRequest};
@@ -150,7 +151,10 @@ impl JobHandle for LocalHandle {
         facts::facts(self, &self.root)
     }
 
-    fn scale(&self, change: Scaling) -> Result<Scaled, Failure> {
+    fn scale(&self, change: Scaling, weight: Option<Weight>) -> Result<Scaled, Failure> {
+        if weight.is_some() {
+            return Err(Failure::usage("--weight: this job runs in no cluster, and shares none"));
+        }
         new_runtime()?.block_on(async {
             let mut connection = self.connect().await?;
             let Scaling { num_workers, min_workers, max_workers } = change;

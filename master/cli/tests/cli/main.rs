@@ -276,7 +276,8 @@ fn commands_for_an_absent_job_report_that() {
     home.run(&["scale", "absent", "--num-workers", "3"]).assert_refused(&["no such job"]);
     home.run(&["scale", "absent", "--num-workers", "0"])
         .assert_refused(&["--num-workers", "from 1"]);
-    home.run(&["scale", "absent"]).assert_refused(&["--num-workers", "--max-workers"]);
+    home.run(&["scale", "absent"]).assert_refused(&["--num-workers", "--max-workers", "--weight"]);
+    home.run(&["scale", "absent", "--weight", "0.01"]).assert_refused(&["from 0.1 to 10"]);
     let ended = JobDir::create(&home.path("state/elasticdl/mnist")).unwrap();
     fs::write(ended.summary_path(), "{}").unwrap();
     drop(ended);
@@ -507,6 +508,7 @@ fn a_signal_stops_the_job_and_its_processes_and_sets_the_exit_code() {
         assert_eq!(json["workers_desired"], 2);
         let scaled = home.run(&["scale", "./job", "--num-workers", "4"]);
         assert_eq!(scaled.stdout, "workers: 2 -> 4\n", "{}", scaled.stderr);
+        home.run(&["scale", "./job", "--weight", "2"]).assert_refused(&["in no cluster"]);
         home.run(&["scale", "./job", "--num-workers", "9"]).assert_refused(&["1 to 8 workers"]);
         let scaled = home.run(&["scale", "./job", "--max-workers", "3", "--min-workers", "2"]);
         assert_eq!(scaled.stdout, "workers: 4 -> 3 (limits: 2 to 3)\n", "{}", scaled.stderr);

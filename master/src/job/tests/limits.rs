@@ -147,8 +147,10 @@ fn the_policy_of_autoscale_follows_the_limits() {
     };
     let most = |job: &Job| job.to_persisted().wanted_max;
     let mut job = of(4);
+    let version = job.version();
     job.handle(at(1), Event::Scale(limits(None, 8)));
     assert_eq!((most(&job), desired(&job)), (Some(8), [1, 2, 8]));
+    assert!(job.version() > version, "it is written for the next master, too");
     // What the user has scaled to stays the most.
     job.handle(at(1), Event::Scale(3.into()));
     job.handle(at(1), Event::Scale(limits(None, 9)));

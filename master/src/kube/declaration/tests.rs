@@ -4,6 +4,7 @@ use k8s_openapi::api::core::v1::{Secret, Service};
 use serde_json::{Value, json};
 
 use super::super::anchor::{MAX_WORKERS, MIN_WORKERS, NUM_WORKERS};
+use super::super::priority_tiers::{PriorityTiers, parse_weight};
 use super::super::testing::FakeServer;
 use super::*;
 use crate::job::JobSpec;
@@ -154,7 +155,7 @@ async fn what_a_user_has_set_stays_until_the_declaration_asks_for_something_else
     let data = json!({objects::TASK: "{}", NUM_WORKERS: "5"});
     fake.put("configmaps", "j", json!({"metadata": {"name": "j"}, "data": data}));
     let ask = async |num_workers: u32, suspend: Option<bool>| {
-        let asked = Asked { scaling: num_workers.into(), suspend };
+        let asked = Asked { scaling: num_workers.into(), weight: None, suspend };
         let done = declaration.request("j", &task, asked).await.unwrap();
         assert_eq!(done.refused, None);
         done.changed
@@ -190,7 +191,7 @@ async fn limits_are_requested_together_with_the_number_or_refused_with_it() {
     fake.put("configmaps", "j", json!({"metadata": {"name": "j"}, "data": data}));
     let ask = async |number: u32, min: u32, max: Option<u32>| {
         let limits = Scaling { num_workers: None, min_workers: Some(min), max_workers: max };
-        let asked = Asked { scaling: limits.or(number.into()), suspend: Some(false) };
+        let asked = Asked { scaling: limits.or(number.into()), weight: None, suspend: Some(false) };
         declaration.request("j", &task, asked).await.unwrap()
     };
     let set = || set(&fake, [NUM_WORKERS, MIN_WORKERS, MAX_WORKERS]);
@@ -207,7 +208,37 @@ async fn limits_are_requested_together_with_the_number_or_refused_with_it() {
     assert_eq!(ask(15, 2, None).await.changed, ["num-workers = 15"]);
     // The number that was requested before does not contradict the maximum.
     let most = Scaling { max_workers: Some(9), ..Scaling::default() };
-    let done = declaration.request("j", &task, Asked { scaling: most, suspend: None }).await;
+    let asked = Asked { scaling: most, weight: None, suspend: None };
+    let done = declaration.request("j", &task, asked).await;
     assert_eq!(done.unwrap().changed, ["max-workers = 9", "num-workers = 9"]);
     assert_eq!(set(), ["9", "2", "9"]);
+}
+
+#[tokio::test]
+async fn a_weight_is_requested_of_a_job_that_has_priority_tiers() {
+    let (fake, cluster) = FakeServer::start();
+    let declaration = declaration(&fake, &cluster).await;
+    let ask = async |tiers: Option<PriorityTiers>, num_workers: u32, weight: &str| {
+        let task = Task { priority_tiers: tiers, ..task() };
+        let weight = parse_weight(weight).ok();
+        let asked = Asked { scaling: num_workers.into(), weight, suspend: None };
+        declaration.request("j", &task, asked).await.unwrap().changed
+    };
+    let begin = || {
+        let data = json!({objects::TASK: serde_json::to_string(&task()).unwrap()});
+        fake.put("configmaps", "j", json!({"metadata": {"name": "j"}, "data": data}));
+    };
+    begin();
+    assert_eq!(ask(None, 3, "2").await, [""; 0]);
+    let tiers = || Some(PriorityTiers::shipped());
+    assert_eq!(ask(tiers(), 3, "1").await, [""; 0]);
+    assert_eq!(ask(tiers(), 3, "2").await, ["weight = 2"]);
+    assert_eq!(ask(tiers(), 4, "0.50").await, ["num-workers = 4", "weight = 0.5"]);
+    assert_eq!(set(&fake, [NUM_WORKERS, WEIGHT]), ["4", "0.5"]);
+    // `elasticdl scale`.
+    let mut anchor = fake.state().object("configmaps", "j").unwrap();
+    anchor["data"][WEIGHT] = "3".into();
+    fake.put("configmaps", "j", anchor);
+    assert_eq!(ask(tiers(), 4, "0.5").await, [""; 0]);
+    assert_eq!(ask(tiers(), 4, "1").await, ["weight = 1"]);
 }

@@ -41,6 +41,7 @@ use crate::backend_event::BackendEvent;
 use crate::job::{Exit, LaunchId, ReclaimCause, Wait};
 use crate::kube::events::{self, PodWarning};
 use crate::kube::objects::{self, LAUNCH_LABEL};
+use crate::kube::priority_tiers::Weight;
 use crate::kube::verdict::{
     Cause, End, Termination, Verdict, classify, exit_of, has_running_sidecar, reclaim_cause,
     vanished,
@@ -102,6 +103,8 @@ pub(super) enum PodEvent {
     Warned(Vec<String>, BTreeMap<String, PodWarning>),
     /// Time has passed: comes every second, and at [`PodTracker::poll_timeout`].
     Tick,
+    /// From now on the job has this weight.
+    Weight(Weight),
 }
 
 /// What the tracker orders.
@@ -222,17 +225,15 @@ impl PodTracker {
             }
             PodEvent::Tick => self.on_tick(),
             PodEvent::Warned(asked, mut warnings) => self.on_warned(&asked, &mut warnings),
+            PodEvent::Weight(weight) => {
+                self.factory.priority_tiers.iter_mut().for_each(|tiers| tiers.weight = weight);
+            }
         }
     }
 
     /// Returns the next action to perform.
     pub(super) fn poll_action(&mut self) -> Option<PodAction> {
         self.actions.pop_front()
-    }
-
-    /// Time at which a [`PodEvent::Tick`] is due at the latest.
-    pub(super) fn poll_timeout(&self) -> Option<Duration> {
-        self.launches.values().filter_map(|launched| launched.kill_at).min()
     }
 
     // ---- creation ----

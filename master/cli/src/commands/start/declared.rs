@@ -8,7 +8,9 @@ use std::time::Duration;
 
 use clap::Args;
 use elasticdl_master::job::Scaling;
-use elasticdl_master::kube::anchor::{Anchor, MAX_WORKERS, MIN_WORKERS, NUM_WORKERS, SUSPEND};
+use elasticdl_master::kube::anchor::{
+    Anchor, MAX_WORKERS, MIN_WORKERS, NUM_WORKERS, SUSPEND, WEIGHT,
+};
 use elasticdl_master::kube::client::{Cluster, ClusterChoice, ClusterError};
 use elasticdl_master::kube::declaration::{
     Asked, Declaration, Document, Holder, OPTIONS, Requested,
@@ -55,8 +57,8 @@ pub(crate) fn declare(args: DeclareArgs, read: ReadOptions) -> Result<u8, Failur
             Declaration::of_pod(&cluster, pod.trim(), args.train_job.as_deref()).await?;
         let declaration = declaration.ok_or_else(|| {
             Failure::usage(format!(
-                "the pod {} belongs to no Job; `elasticdl declare` is the command of a Job that \
-                 has the annotation {OPTIONS} (see manifests/README.md)",
+                "the pod {} belongs to no Job; `elasticdl declare` is the command of the pod of a \
+                 Job that has the annotation {OPTIONS}, or of a TrainJob (see manifests/README.md)",
                 pod.trim()
             ))
         })?;
@@ -84,7 +86,7 @@ fn no_config(error: ClusterError) -> Failure {
     match error {
         ClusterError::NoConfig(why) => Failure::usage(format!(
             "no cluster is configured ({why}); `elasticdl declare` is the command of the pod of a \
-             Job (see manifests/README.md)"
+             Job or a TrainJob (see manifests/README.md)"
         )),
         error => error.into(),
     }
@@ -307,7 +309,8 @@ impl DeclaredJob {
         let scaling = Scaling { max_workers, ..Scaling::from(job) };
         let suspendable = if suspend { backend::check_suspendable(spec) } else { Ok(()) };
         let suspended = suspendable.map_err(|failure| failure.text);
-        let possible = Asked { scaling, suspend: suspended.is_ok().then_some(suspend) };
+        let weight = request.task.priority_tiers.as_ref().map(|tiers| tiers.weight);
+        let possible = Asked { scaling, weight, suspend: suspended.is_ok().then_some(suspend) };
         let Requested { changed, refused } =
             self.declaration.request(self.name(), &task, possible).await?;
         let existing = ExistingJob::find(&self.cluster, self.name(), &objects).await?;
@@ -409,7 +412,7 @@ const NOT_DECLARED: [(&str, &str); 19] = [
     ("ttl-after-finished", "`ttlSecondsAfterFinished` of the Job deletes the job with it"),
 ];
 /// Options that a job takes over while it runs.
-const CHANGEABLE: [&str; 4] = [NUM_WORKERS, MIN_WORKERS, MAX_WORKERS, SUSPEND];
+const CHANGEABLE: [&str; 5] = [NUM_WORKERS, MIN_WORKERS, MAX_WORKERS, WEIGHT, SUSPEND];
 /// The host name of a pod's containers is the pod's name.
 const HOST_NAME: &str = "/proc/sys/kernel/hostname";
 /// Time for the objects of a former job of this name to be collected.

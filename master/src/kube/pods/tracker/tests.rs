@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::timeouts::{EVENT_DELAY, GRACE_SLACK};
 use super::*;
-use crate::kube::priority_tiers::PriorityTiers;
+use crate::kube::priority_tiers::{PriorityTiers, parse_weight};
 
 const ONE: LaunchId = LaunchId(1);
 const SCHEDULING: BackendEvent = BackendEvent::Waiting(Wait::Scheduling(None));
@@ -66,20 +66,35 @@ fn handle(tracker: &mut PodTracker, seconds: u64, event: PodEvent) -> Vec<PodAct
     std::iter::from_fn(|| tracker.poll_action()).collect()
 }
 
+/// The priority class of a new pod.
+fn class(tracker: &mut PodTracker, launch: u64, slot: u32) -> Option<String> {
+    let actions = handle(tracker, 0, PodEvent::Start(LaunchId(launch), slot));
+    match actions.last() {
+        Some(PodAction::Create(_, pod)) => pod.spec.clone()?.priority_class_name,
+        _ => panic!("{actions:?}"),
+    }
+}
+
 #[test]
 fn a_pod_that_is_created_after_a_change_of_the_core_has_the_class_of_its_slot() {
     let mut tracker = tracker_with(Some(PriorityTiers::shipped()));
-    let class = |tracker: &mut PodTracker, launch, slot| {
-        let actions = handle(tracker, 0, PodEvent::Start(LaunchId(launch), slot));
-        match actions.last() {
-            Some(PodAction::Create(_, pod)) => pod.spec.clone()?.priority_class_name,
-            _ => panic!("{actions:?}"),
-        }
-    };
     let before = [class(&mut tracker, 1, 0), class(&mut tracker, 2, 1)];
     assert_eq!(handle(&mut tracker, 0, PodEvent::Core(2)), []);
     assert_eq!(before, ["elasticdl-core", "elasticdl-tier-1"].map(|name| Some(name.into())));
     assert_eq!([class(&mut tracker, 3, 1), class(&mut tracker, 4, 2)], before);
+}
+
+#[test]
+fn a_pod_that_is_created_after_a_change_of_the_weight_has_the_class_of_it() {
+    for (tiers, expected) in [
+        (Some(PriorityTiers::shipped()), ["elasticdl-tier-3", "elasticdl-tier-1"].map(Some)),
+        (None, [None; 2]),
+    ] {
+        let mut tracker = tracker_with(tiers);
+        let before = class(&mut tracker, 1, 7);
+        assert_eq!(handle(&mut tracker, 0, PodEvent::Weight(parse_weight("2").unwrap())), []);
+        assert_eq!([before.as_deref(), class(&mut tracker, 2, 7).as_deref()], expected);
+    }
 }
 
 /// A tracker whose launch is being created.

@@ -14,6 +14,11 @@ use crate::kube::events;
 use crate::kube::verdict::{Cause, End, may_be_explained};
 
 impl PodTracker {
+    /// Time at which a [`PodEvent::Tick`](super::PodEvent::Tick) is due at the latest.
+    pub(in crate::kube::pods) fn poll_timeout(&self) -> Option<Duration> {
+        self.launches.values().filter_map(|launched| launched.kill_at).min()
+    }
+
     pub(super) fn on_tick(&mut self) {
         self.kill_due();
         self.evict_stuck();
