@@ -12,7 +12,7 @@ import time
 
 import torch
 from torch.distributed import TCPStore
-from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from torchft import Manager, Optimizer, ProcessGroupGloo
 
 from progress import log_step
 from workload import Counts
@@ -37,7 +37,6 @@ manager = Manager(
     replica_id=f"replica-{replica}",
     hostname="127.0.0.1",
 )
-model = DistributedDataParallel(manager, net)
 opt = Optimizer(manager, inner)
 order = torch.randperm(records, generator=torch.Generator().manual_seed(0))
 share = batch // size
@@ -52,8 +51,12 @@ while True:
     indices = order[start : start + share]
     if step * batch >= records:
         break
-    # The gradient is a mean over the replicas that take part.
-    (model(indices) * manager.num_participants()).backward()
+    # The gradient is a mean over the replicas that take part. DistributedDataParallel of torchft
+    # 0.2.0 ends the process of a survivor (`assert fut._fut`), so the sums are called for here.
+    (net(indices) * manager.num_participants()).backward()
+    sums = [manager.allreduce(parameter.grad) for parameter in net.parameters()]
+    for each in sums:
+        each.wait()
     opt.step()
     if manager.current_step() > step:
         log_step(path, step + 1, manager.num_participants())

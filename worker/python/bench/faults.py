@@ -54,6 +54,7 @@ class Run:
         first = count if first is None else first
         self.system = SYSTEMS[name](count, first, [str(records), self.path], folder)
         self.first = first
+        self.is_cut_off = False
         self.log = open(f"{folder}/log", "w")
         self.processes = [self._start(command) for command in self.system.commands()]
 
@@ -166,6 +167,8 @@ class Run:
 
     def counts(self):
         """Records lost and repeated, once the program has written how often it counted each."""
+        if self.is_cut_off:
+            return None
         counts = array.array("f")
         try:
             counts.frombytes(pathlib.Path(self.path).read_bytes())
@@ -176,7 +179,8 @@ class Run:
 
     def end(self):
         """Ends what runs."""
-        if self.counts() is None:
+        self.is_cut_off = self.counts() is None
+        if self.is_cut_off:
             for process in self.processes:
                 process.terminate()
         for process in self.processes:
