@@ -86,6 +86,9 @@ class Chart(unittest.TestCase):
         )
         for values, names in cases:
             self.assertEqual(rendered(values), {**plain, **files(*names)})
+        chosen = rendered({"kubeflow": {"create": True, "image": "team/elasticdl:2"}})
+        self.assertIn("image': 'team/elasticdl:2'", str(chosen))
+        self.assertNotIn("elasticdl:0.1.0", str(chosen))
         without = rendered({"priorityClasses": {"create": False}})
         self.assertEqual({**without, **files("priorityclasses.yaml")}, plain)
         self.assertFalse([key for key in without if key[0] == "PriorityClass"])
