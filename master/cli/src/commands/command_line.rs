@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use clap::parser::ValueSource;
 use clap::{ArgMatches, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
+use elasticdl_proto::LogFormat;
 use toml::Table;
 
 use super::checkpoint::{self, CheckpointArgs};
@@ -32,7 +33,7 @@ use super::train::{self, TrainArgs};
 use super::zoo::{self, ZooArgs};
 use crate::args::{Arguments, PRINT_CONFIG, to_config_file};
 use crate::backend::NamedJob;
-use crate::process::{Failure, print, print_error, print_line, set_log_format};
+use crate::process::{Failure, log_format, print, print_error, print_line, set_log_format};
 
 /// Elastic synchronous training: workers join and leave at any time, and every record counts
 /// exactly once.
@@ -124,8 +125,9 @@ pub(crate) enum Command {
     Resume(NamedJob),
     /// Change the number of workers of a running job, or its limits.
     ///
-    /// The master starts workers, or releases the newest ones at the end of a step. No step is lost
-    /// either way. The next master of the job takes over the present limits.
+    /// The master starts workers, or releases some at the end of a step: first those that have not
+    /// joined, then those of the highest slots. (A worker that replaces a lost one has its slot.)
+    /// No step is lost either way. The next master of the job takes over the present limits.
     Scale(ScaleArgs),
     /// Show the status of a running job, or the summary of an ended job.
     Status(StatusArgs),
@@ -160,14 +162,17 @@ pub fn main() -> ExitCode {
 fn run() -> Result<u8, Failure> {
     let mut cli = Cli::command();
     cli.build();
-    let arguments = Arguments::read(std::env::args_os().collect(), &cli)?;
+    let words: Vec<OsString> = std::env::args_os().collect();
+    set_log_format(format_in(&words));
+    let arguments = Arguments::read(words, &cli)?;
     let matches = match Cli::command().try_get_matches_from(&arguments.all) {
         Ok(matches) => matches,
         Err(error) => {
+            set_log_format(format_in(&arguments.all));
             if let Some(origin) = arguments.origin(&error) {
                 print_line(&format!("{origin}:"));
             }
-            error.exit()
+            return refuse(&error);
         }
     };
     if let Some((name, matches)) = matches.subcommand().filter(|(_, job)| prints_config(job)) {
@@ -176,7 +181,11 @@ fn run() -> Result<u8, Failure> {
     }
     let format = matches.subcommand().and_then(|(_, job)| job.try_get_one(LOG_FORMAT).ok()?);
     set_log_format(format.copied().unwrap_or_default());
-    match Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit()).command {
+    let cli = match Cli::from_arg_matches(&matches) {
+        Ok(cli) => cli,
+        Err(error) => return refuse(&error),
+    };
+    match cli.command {
         Command::Checkpoint(args) => checkpoint::checkpoint(&args),
         Command::Completions(args) => completions::completions(&args, Cli::command()),
         Command::Convert(args) => convert::convert(&args),
@@ -202,6 +211,23 @@ fn run() -> Result<u8, Failure> {
         Command::Train(args) => train::train(*args, &|option| is_given(&matches, option)),
         Command::Zoo(args) => zoo::zoo(&args),
     }
+}
+
+/// Ends this process with what is wrong with its arguments, or with the help that they ask for.
+fn refuse(error: &clap::Error) -> Result<u8, Failure> {
+    if log_format() == LogFormat::Text || !error.use_stderr() {
+        error.exit()
+    }
+    let text = error.to_string();
+    Err(Failure::usage(text.trim_start_matches("error: ").trim_end()))
+}
+
+/// The form of messages that these arguments ask for, whether or not the others are right.
+fn format_in(arguments: &[OsString]) -> LogFormat {
+    let own = || arguments.iter().take_while(|word| *word != "--");
+    let is_json = own().any(|word| word == "--log-format=json")
+        || own().zip(own().skip(1)).any(|(word, next)| word == "--log-format" && next == "json");
+    if is_json { LogFormat::Json } else { LogFormat::Text }
 }
 
 /// The job that `elasticdl train` would start with the options that `origin` has.

@@ -61,6 +61,24 @@ fn refusals_and_warnings_of_a_json_console_are_objects() {
         let [line] = &*lines else { panic!("{lines:?}") };
         assert!(line["kind"] == "error" && line["time"].is_string(), "{line}");
     }
+    let file = home.path("job.toml");
+    fs::write(&file, "log-format = \"json\"\nnum-workers = 0\n").unwrap();
+    let file = file.to_str().unwrap();
+    for (arguments, words) in [
+        (&["--local", "--log-format", "json", "--num-workers", "0"][..], "from 1 to"),
+        (&["--log-format=json", "--local", "--num-workrs", "1"], "--num-workrs"),
+        (&["--local", "--log-format", "json", "--config", "none.toml"], "none.toml"),
+        (&["--local", "--config", file], "from 1 to"),
+    ] {
+        let output = home.run(&[&["train"], arguments, &["--", "sh"]].concat());
+        assert_eq!((output.code, &*output.stdout), (Some(2), ""), "{}", output.stderr);
+        let lines: Vec<Value> = output.stderr.lines().map(read).collect();
+        let says = |line: &Value| line["text"].as_str().is_some_and(|text| text.contains(words));
+        assert!(lines.iter().any(says), "{words}: {lines:?}");
+    }
+    // What follows `--` are words of the program.
+    let output = home.run(&["train", "--locl", "--", "sh", "--log-format", "json"]);
+    assert!(output.stderr.starts_with("error: "), "{}", output.stderr);
 }
 
 #[test]
