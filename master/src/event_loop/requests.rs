@@ -43,6 +43,9 @@ impl Master {
     /// Changes the desired number of workers, or its limits. Returns the previous number.
     pub(super) fn scale(&mut self, change: Scaling) -> Result<u32, String> {
         let now = self.now();
+        if self.job.is_ending() {
+            return Err(Scaling::ENDING.into());
+        }
         let was = self.job.status(now).workers_desired;
         self.job.spec().scaled(was, change)?;
         self.job.handle(now, Event::Scale(change));

@@ -15,6 +15,9 @@ pub struct Scaling {
 }
 
 impl Scaling {
+    /// Why a job that ends refuses any change.
+    pub(crate) const ENDING: &str = "the job is ending: its workers stay as they are";
+
     /// The values that differ from those in `before`.
     #[must_use]
     pub fn since(self, before: Self) -> Self {

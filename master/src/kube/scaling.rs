@@ -3,6 +3,8 @@
 //! The task in the anchor stays as it was submitted. The keys that users set later say what has
 //! changed since.
 
+use elasticdl_proto::Status;
+
 use super::anchor::{self, Data, DesiredState, MAX_WORKERS, MIN_WORKERS, NUM_WORKERS};
 use super::objects::Task;
 use super::priority_tiers::PriorityTiers;
@@ -39,8 +41,13 @@ pub struct Rescaling {
 /// # Errors
 /// Why it is not possible.
 pub fn rescale(data: &Data, spec: &JobSpec, change: Scaling) -> Result<Rescaling, String> {
-    let requested = DesiredState::read(data).scaling.num_workers;
-    let was = anchor::status(data).map(|status| status.workers_desired).or(requested);
+    let desired = DesiredState::read(data);
+    let (requested, status) = (desired.scaling.num_workers, anchor::status(data));
+    let ends = |status: &Status| ["stopping", "ending"].contains(&&*status.state);
+    if desired.stop.is_some() || status.as_ref().is_some_and(ends) {
+        return Err(Scaling::ENDING.into());
+    }
+    let was = status.map(|status| status.workers_desired).or(requested);
     let was = was.unwrap_or(spec.num_workers);
     let job = spec.scaled(was, change)?;
     // A number that was requested before does not contradict the limits.
@@ -63,7 +70,7 @@ mod tests {
 
     use super::*;
     use crate::job::testing::spec;
-    use crate::kube::anchor::WEIGHT;
+    use crate::kube::anchor::{STOP, WEIGHT};
     use crate::kube::objects::TASK;
 
     #[test]
@@ -91,6 +98,8 @@ mod tests {
         assert_eq!((change.was, numbers(&change.job)), (6, [1, 5, 5]));
         assert_eq!(keys(&change.keys), ["max-workers=5", "min-workers=1", "num-workers=5"]);
         assert!(rescale(&data, &job, limits(9, 5)).is_err());
+        let stopped = [(STOP.to_owned(), "true".to_owned())].into_iter().chain(data.clone());
+        assert_eq!(rescale(&stopped.collect(), &job, limits(1, 5)).unwrap_err(), Scaling::ENDING);
         // A user has edited the ConfigMap.
         data.insert(MIN_WORKERS.into(), "10".into());
         assert_eq!(numbers(&task(&data).unwrap().job), [1, 3, 8]);

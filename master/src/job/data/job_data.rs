@@ -7,6 +7,7 @@ use super::ledger_cache::LedgerCache;
 use super::results::{ShardResults, Sums};
 use super::shard_leases::ShardLeases;
 use super::shards::Shards;
+use crate::job::event::LedgerReport;
 use crate::job::spec::JobSpec;
 
 /// The data of a job.
@@ -78,6 +79,17 @@ impl JobData {
                 .map_err(|wrong| format!("there are results of {wrong}"))?;
         }
         self.results = results;
+        Ok(())
+    }
+
+    /// Restores the totals of the ledger that a previous master persisted.
+    ///
+    /// # Errors
+    /// The first inconsistency.
+    pub(crate) fn restore_ledger(&mut self, totals: &LedgerReport) -> Result<(), String> {
+        if let Some(cache) = self.cache_mut() {
+            cache.replace(cache.check(totals)?);
+        }
         Ok(())
     }
 

@@ -81,8 +81,8 @@ impl LedgerCache {
         .map_err(|wrong| format!("a ledger that repeats {wrong}"))
     }
 
-    /// A report with the same totals as the ledger and a few ranges at most, for a job that is
-    /// over. The ledger of an inference job may have a range for every other shard.
+    /// A report with the same totals as the ledger and a few ranges at most, for the next master.
+    /// The ledger of an inference job may have a range for every other shard.
     pub(crate) fn totals(&self) -> LedgerReport {
         let (first, records) = (self.ledger.epoch(), self.ledger.records_per_epoch());
         let mut rest = self.ledger.counted() - u64::from(first) * records;

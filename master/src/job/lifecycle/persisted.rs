@@ -91,6 +91,9 @@ pub struct PersistedJob {
     pub(crate) suspended: bool,
     /// The job is over, but its processes may not have ended.
     pub(crate) ending: Option<PersistedShutdown>,
+    /// Totals of the ledger, as last reported: what is shown until a group reports its own.
+    #[serde(default)]
+    pub(crate) ledger: LedgerReport,
     pub(crate) history: PersistedHistory,
     /// Results of an inference job's shards.
     pub(crate) results: ShardResults,
@@ -137,7 +140,6 @@ pub(crate) struct PersistedLaunch {
 pub(crate) struct PersistedShutdown {
     pub(crate) outcome: Outcome,
     pub(crate) error: Option<String>,
-    pub(crate) ledger: LedgerReport,
     pub(crate) final_report: Option<Finished>,
 }
 
@@ -331,7 +333,6 @@ impl Job {
         let ending = lifecycle.outcome().map(|outcome| PersistedShutdown {
             outcome,
             error: reporting.error().map(str::to_owned),
-            ledger: data.cache().map(LedgerCache::totals).unwrap_or_default(),
             final_report: reporting.final_report().map(short_report),
         });
         let budget = lifecycle.restarts.budget();
@@ -362,6 +363,7 @@ impl Job {
             stop_reason: lifecycle.stop_reason().map(|reason| clip(reason).to_owned()),
             suspended: lifecycle.is_suspended(),
             ending,
+            ledger: data.cache().map(LedgerCache::totals).unwrap_or_default(),
             history: reporting.record(),
             results: data.results().kept(),
             step: data.step(),

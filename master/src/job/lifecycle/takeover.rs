@@ -37,6 +37,7 @@ use crate::job::group::generation::Group;
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
 use crate::job::reporting::history::JobHistory;
+use crate::job::text::counted;
 use crate::job::time::Time;
 use crate::job::workers::pod::PodId;
 use crate::job::workers::slot_use::SlotUse;
@@ -77,6 +78,9 @@ impl Job {
         }
         job.data.restore(record.parameters, record.step);
         job.data.restore_results(record.results)?;
+        if job.spec.options.work.trains() || record.ending.is_some() {
+            job.data.restore_ledger(&record.ledger)?;
+        }
         job.workers.raise_launches_made(record.launches_made);
         job.restore_launches(now, &record.launches, record.membership.as_ref());
         let returning: BTreeSet<WorkerId> = job.workers.disconnected_members().collect();
@@ -85,7 +89,7 @@ impl Job {
             Group::restored(record.membership, record.generation, record.previous_ring, is_lost);
         job.out.mark_dirty();
         if let Some(ending) = record.ending {
-            job.restore_ending(now, ending)?;
+            job.restore_ending(now, ending);
             return Ok(job);
         }
         if record.stopping {
@@ -146,10 +150,7 @@ impl Job {
     }
 
     /// Restores a job that is over, whose processes may still run.
-    fn restore_ending(&mut self, now: Time, ending: PersistedShutdown) -> Result<(), String> {
-        if let Some(cache) = self.data.cache_mut() {
-            cache.replace(cache.check(&ending.ledger)?);
-        }
+    fn restore_ending(&mut self, now: Time, ending: PersistedShutdown) {
         self.reporting.restore_ending(ending.error, ending.final_report);
         self.lifecycle.phase = Phase::Ending(ending.outcome);
         self.log_event(format!(
@@ -157,16 +158,15 @@ impl Job {
             super::shutdown::name(ending.outcome)
         ));
         self.await_ends(now, ending.outcome);
-        Ok(())
     }
 
     fn await_members(&mut self, now: Time, was_formed: bool) {
         let has_group = !self.group.members().is_empty();
         self.log_event(if has_group {
             format!(
-                "a new master resumes the job; generation {} has {} members left",
+                "a new master resumes the job; generation {} has {} left",
                 self.group.generation(),
-                self.workers.disconnected_members().count()
+                counted(self.workers.disconnected_members().count() as u64, "member")
             )
         } else {
             "a new master resumes the job; there is no group yet".into()

@@ -237,5 +237,8 @@ impl World {
 fn without_volatile_fields(record: &PersistedJob) -> PersistedJob {
     let mut copy = record.clone();
     (copy.step, copy.history.totals.loss, copy.history.totals.reported_last) = Default::default();
+    if copy.ending.is_none() {
+        copy.ledger = Default::default();
+    }
     copy
 }

@@ -536,3 +536,21 @@ fn a_stop_that_loses_the_members_tells_which_state_is_lost() {
         assert_eq!((records.expected, records.counted, records.not_trained), (40, 0, 40));
     }
 }
+
+#[test]
+fn what_was_counted_is_shown_until_a_group_reports_its_own_ledger() {
+    let mut job = started(spec(), &[20]);
+    deliver(&mut job, 1, committed(1, 1, &[(0, 4)]));
+    deliver(&mut job, 1, committed(1, 2, &[(4, 8)]));
+    let mut next = Job::restore(job.to_persisted(), at(10)).unwrap();
+    let shown = |job: &Job| {
+        let (status, records) = (job.status(at(10)), job.summary(at(10)).records);
+        (status.step, status.records_counted, records.counted)
+    };
+    assert_eq!(shown(&next), (2, 8, 8));
+    actions(&mut next);
+    next.handle(at(11), Event::StopNow);
+    assert_eq!(shown(&next), (2, 8, 8));
+    let records = next.summary(at(11)).records;
+    assert_eq!((records.missing, records.not_trained), (0, 32));
+}
