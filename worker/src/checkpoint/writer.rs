@@ -208,6 +208,8 @@ impl CheckpointWriter {
         let rows = owned.map(|owned| {
             let mut bases = VecDeque::new();
             if matches!(owned, SavedPart::Rows(_)) {
+                // It may be the second try of a checkpoint.
+                self.bases.retain(|base| *base != name);
                 bases.clone_from(&self.bases);
                 self.bases.push_front(name.clone());
                 self.bases.truncate(BASES_MAX);

@@ -9,7 +9,7 @@ use super::outcome::is_withheld;
 use super::phase::{Group, Phase};
 use super::{Session, Task};
 use crate::session::checkpoint::{
-    self, CheckpointHeader, Circumstances, FinalCheckpoint, Written, final_checkpoint,
+    self, CheckpointHeader, Circumstances, FinalCheckpoint, Written, checkpoint_of,
 };
 use crate::session::evaluation::{Evaluation, Plan, Scores};
 use crate::session::halt::{Halt, Reason};
@@ -84,13 +84,13 @@ impl Session {
         let Phase::Round { group, .. } = &self.phase else { return };
         let group = group.clone();
         let of_checkpoint = checkpoint_headers(headers);
-        let checkpoint = if self.checkpoints.are_enabled() {
-            final_checkpoint(&of_checkpoint, self.step())
-        } else {
-            FinalCheckpoint::Nothing
-        };
+        let [checkpoint, last] =
+            [false, true].map(|is_last| match self.checkpoints.are_enabled() {
+                true => checkpoint_of(&of_checkpoint, (self.step(), is_last)),
+                false => FinalCheckpoint::Nothing,
+            });
         // An evaluation of the final state can end the processes: the state is stored before.
-        let is_safe = !self.at_end() || checkpoint == FinalCheckpoint::Nothing;
+        let is_safe = !self.at_end() || last == FinalCheckpoint::Nothing;
         if is_safe && self.is_to_be_evaluated() && !is_withheld(headers) {
             // An evaluation may take long, and the next report would follow it.
             self.reports.flush();
@@ -111,7 +111,7 @@ impl Session {
             self.phase = Phase::HandingOver { group, leaves, headers, committed };
             return;
         }
-        let last = if ends { checkpoint } else { FinalCheckpoint::Nothing };
+        let last = if ends { last } else { FinalCheckpoint::Nothing };
         if self.is_to_be_verified(ending.as_ref().filter(|_| last == FinalCheckpoint::Nothing)) {
             self.reports.flush();
             self.phase = Phase::Verifying { group, committed };

@@ -43,8 +43,9 @@ pub struct CheckpointHeader {
     pub digest: Option<u64>,
     /// Step of the newest complete checkpoint.
     pub complete: Option<u64>,
-    /// Step of the newest checkpoint that could not be written.
-    pub failed: Option<u64>,
+    /// Step of the newest checkpoint that could not be written, and whether it was tried as the
+    /// last one.
+    pub failed: Option<(u64, bool)>,
     /// Step from which the interval to the next checkpoint is counted.
     pub interval_base: u64,
     /// Time for which the rank's training has stopped to copy its state, in microseconds.
@@ -123,6 +124,8 @@ struct Current {
     mine: Part,
     my_digest: Option<u64>,
     committing: bool,
+    /// Whether the group ends with this state.
+    is_last: bool,
     /// Whether the group makes no step meanwhile.
     is_awaited: bool,
 }
@@ -165,7 +168,7 @@ pub struct Checkpoints {
     /// Start of the current interval; `None` before the first step.
     interval_began: Option<Duration>,
     complete: Option<u64>,
-    failed: Option<u64>,
+    failed: Option<(u64, bool)>,
     requested: bool,
     overdue: bool,
     write: Option<Write>,
@@ -258,10 +261,13 @@ impl Checkpoints {
     pub fn handle_headers(&mut self, members: &[WorkerId], headers: &[&CheckpointHeader]) {
         self.complete = self.complete.max(headers.iter().filter_map(|w| w.complete).max());
         self.failed = self.failed.max(headers.iter().filter_map(|w| w.failed).max());
-        let known = headers.iter().map(|w| w.interval_base).chain(self.complete).chain(self.failed);
+        let failed = self.failed.map(|(step, _)| step);
+        let known = headers.iter().map(|w| w.interval_base).chain(self.complete).chain(failed);
         self.interval_base = self.interval_base.max(known.max().unwrap_or(0));
         let Some(current) = &mut self.current else { return };
-        if self.complete.max(self.failed) >= Some(current.step) {
+        if self.complete >= Some(current.step)
+            || self.failed >= Some((current.step, current.is_last))
+        {
             return self.settle();
         }
         for (rank, (member, part)) in current.members.iter().zip(&mut current.parts).enumerate() {
@@ -273,7 +279,7 @@ impl Checkpoints {
             let at = header.and_then(|header| header.at);
             match at.filter(|(step, _)| *step == current.step) {
                 Some((step, Part::Failed)) => {
-                    self.failed = Some(step);
+                    self.failed = self.failed.max(Some((step, current.is_last)));
                     self.interval_base = self.interval_base.max(step);
                     return self.settle();
                 }
@@ -317,6 +323,7 @@ impl Checkpoints {
             mine: Part::Writing,
             my_digest: None,
             committing: false,
+            is_last,
             is_awaited: false,
         });
         let world_size = members.len();
@@ -456,8 +463,12 @@ impl Checkpoints {
     }
 
     fn note_result(&mut self, step: u64, is_written: bool) {
-        let newest = if is_written { &mut self.complete } else { &mut self.failed };
-        *newest = (*newest).max(Some(step));
+        if is_written {
+            self.complete = self.complete.max(Some(step));
+        } else {
+            let is_last = self.current.as_ref().is_some_and(|now| now.step == step && now.is_last);
+            self.failed = self.failed.max(Some((step, is_last)));
+        }
         self.interval_base = self.interval_base.max(step);
         if self.current.as_ref().is_some_and(|current| current.step <= step) {
             self.settle();
@@ -484,9 +495,21 @@ pub fn begins(headers: &[&CheckpointHeader]) -> bool {
     headers.iter().any(|w| w.due) && !is_in_progress(headers)
 }
 
-/// Next action of a group that has committed its last `step`, before it ends.
+/// Next action of a group that has committed its last `step`, before it ends. One that was tried
+/// before the group knew that it ends was not tried for as long as the last one is.
 pub fn final_checkpoint(headers: &[&CheckpointHeader], step: u64) -> FinalCheckpoint {
-    let settled = headers.iter().any(|w| w.hangs || w.complete.max(w.failed) >= Some(step));
+    checkpoint_of(headers, (step, true))
+}
+
+/// Next action of a group that wants a checkpoint of its `step` before the next one. `is_last`:
+/// whether one that failed before it was the last one is tried again.
+pub fn checkpoint_of(
+    headers: &[&CheckpointHeader],
+    (step, is_last): (u64, bool),
+) -> FinalCheckpoint {
+    let settled = headers
+        .iter()
+        .any(|w| w.hangs || w.complete >= Some(step) || w.failed >= Some((step, is_last)));
     if settled || step == 0 {
         FinalCheckpoint::Nothing
     } else if is_in_progress(headers) {

@@ -231,7 +231,7 @@ fn hang(ranks: &mut Ranks, rank: usize) -> u64 {
     // All learn of it.
     ranks.step();
     assert_eq!((&*ranks.begun, ranks.complete().iter().flatten().max()), (&[10][..], None));
-    assert!(ranks.ranks.iter().all(|(_, c)| c.failed == Some(10) && c.current.is_none()));
+    assert!(ranks.ranks.iter().all(|(_, c)| c.failed == Some((10, false)) && c.current.is_none()));
     ranks.hung[0].1
 }
 
@@ -389,6 +389,31 @@ fn a_checkpoint_abandoned_by_the_first_rank_is_abandoned_by_all() {
 }
 
 #[test]
+fn a_checkpoint_that_fails_before_the_group_knows_that_it_ends_is_tried_again_once() {
+    let mut ranks = Ranks::new(2, steps(10));
+    ranks.step_to(9);
+    ranks.step();
+    for (is_last, then) in [(false, FinalCheckpoint::Begin), (true, FinalCheckpoint::Nothing)] {
+        if is_last {
+            let members = ranks.members();
+            for (_, checkpoints) in &mut ranks.ranks {
+                checkpoints.begin((10, true), Generation(1), &members, Duration::ZERO);
+            }
+        }
+        assert!(ranks.work(0, true) && ranks.work(1, false));
+        let known = ranks.headers();
+        assert_eq!(ranks.at_end(), FinalCheckpoint::Wait);
+        let (members, known) = (ranks.members(), known.iter().collect::<Vec<_>>());
+        ranks.ranks.iter_mut().for_each(|(_, c)| c.handle_headers(&members, &known));
+        assert_eq!(ranks.at_end(), then, "last: {is_last}");
+        let known = ranks.headers();
+        // The best model does not wait for it again.
+        let known: Vec<_> = known.iter().collect();
+        assert_eq!(checkpoint_of(&known, (10, false)), FinalCheckpoint::Nothing);
+    }
+}
+
+#[test]
 fn the_final_state_is_written_once_at_the_end() {
     let header = |busy, complete, failed| CheckpointHeader {
         busy,
@@ -398,10 +423,12 @@ fn the_final_state_is_written_once_at_the_end() {
     };
     let table = [
         (header(false, None, None), FinalCheckpoint::Begin),
-        (header(false, Some(8), Some(7)), FinalCheckpoint::Begin),
+        (header(false, Some(8), Some((7, true))), FinalCheckpoint::Begin),
         (header(true, Some(8), None), FinalCheckpoint::Wait),
         (header(false, Some(9), None), FinalCheckpoint::Nothing),
-        (header(false, None, Some(9)), FinalCheckpoint::Nothing),
+        // It was begun before the group knew that it ends, so its storage was not waited for.
+        (header(false, None, Some((9, false))), FinalCheckpoint::Begin),
+        (header(false, None, Some((9, true))), FinalCheckpoint::Nothing),
     ];
     for (other, expected) in table {
         assert_eq!(
