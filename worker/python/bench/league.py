@@ -88,7 +88,7 @@ def version(system):
     if system.startswith("elasticdl"):
         command = [ELASTICDL, "--version"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[1]
-    return importlib.metadata.version({"torchrun": "torch"}.get(system, system))
+    return importlib.metadata.version("torch" if system.startswith("torchrun") else system)
 
 
 def quantile(values, part):

@@ -65,7 +65,8 @@ class ElasticWithSpare(Elastic):
 class Torchrun:
     """An agent of torchrun for each worker, as on one node each, and a checkpoint every 10 steps.
 
-    An operation of gloo that takes 10 s is an error, which ends a hang.
+    An operation of gloo that takes 10 s is an error, which ends a hang. With the agent's store, as
+    is the default, workers that start again often try the addresses of those before, for minutes.
     """
 
     program = "count_torchrun.py"
@@ -74,7 +75,7 @@ class Torchrun:
         del folder
         self.first = first
         self.command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"),
+            *(*OWN_STORE, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"),
             *("--nnodes", f"1:{count}", "--rdzv-backend", "c10d", "--rdzv-id", "count"),
             *("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--max-restarts", "1000"),
             # When the first workers are there, a rendezvous waits for more for as long.
@@ -87,6 +88,24 @@ class Torchrun:
 
     def join(self, _):
         return self.command
+
+
+class TorchrunOnOneNode:
+    """One agent of torchrun with all workers, which start again after the loss of one, and a
+    checkpoint every 10 steps."""
+
+    program = Torchrun.program
+
+    def __init__(self, count, first, arguments, folder):
+        del first, folder
+        self.command = [
+            *(*OWN_STORE, sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(count), "--max-restarts", "1000"),
+            *(HERE / self.program, *arguments, str(RECORDS_PER_STEP), "10"),
+        ]
+
+    def commands(self):
+        return [self.command]
 
 
 class Torchft:
@@ -137,7 +156,9 @@ class Jax:
         return [self.command]
 
 
+OWN_STORE = "env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 SYSTEMS = {
     **{"elasticdl": Elastic, "elasticdl-spare": ElasticWithSpare},
-    **{"torchrun": Torchrun, "torchft": Torchft, "ray": Ray, "jax": Jax},
+    **{"torchrun": Torchrun, "torchrun-node": TorchrunOnOneNode},
+    **{"torchft": Torchft, "ray": Ray, "jax": Jax},
 }
