@@ -115,14 +115,14 @@ class RunningJob:
             time.sleep(rng.uniform(*pauses))
         return kills
 
-    def survive_some(self, seed, most):
+    def survive_some(self, seed, most, signals=(signal.SIGKILL,)):
         """Kills a random worker up to ``most`` times, each after two more steps, however long
         workers take to start. Returns the number."""
         rng = random.Random(seed)
         kills = step = 0
         while kills < most and self.is_running():
             now = self.status()["step"]
-            if now >= step + 2 and self.kill_any(rng):
+            if now >= step + 2 and self.kill_any(rng, rng.choice(signals)):
                 kills, step = kills + 1, now
             time.sleep(0.02)
         return kills

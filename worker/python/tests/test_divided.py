@@ -9,7 +9,7 @@ if importlib.util.find_spec("torch") is None:
 
 from jobs import HERE, RunningJob, needs_elasticdl
 from test_loops import SETUP
-from test_torch import run
+from snippets import run
 
 # Loaders that can't be divided, and what the error says.
 LOADERS = (

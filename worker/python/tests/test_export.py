@@ -84,11 +84,14 @@ class Load(unittest.TestCase):
 class Jobs(unittest.TestCase):
     """Jobs that export their model."""
 
-    def test_an_export_has_the_names_and_values_of_the_state_dict(self):
-        program = [HERE / "export.py", "{job}/saved"]
+    def test_an_export_and_a_converted_checkpoint_have_what_the_state_dict_has(self):
+        program = [sys.executable, HERE / "export.py"]
         with tempfile.TemporaryDirectory() as folder:
-            path = f"{folder}/model.safetensors"
-            with RunningJob(program, workers=2, batch=12, options=["--export", path]) as job:
+            path, converted = f"{folder}/model.safetensors", f"{folder}/converted"
+            options = ["--export", path, "--checkpoint-dir", f"{folder}/checkpoints"]
+            with RunningJob(
+                [HERE / "export.py", "{job}/saved"], workers=2, batch=12, options=options
+            ) as job:
                 self.assertEqual(job.wait(), 0, job.text())
                 saved = torch.load(job.path / "saved")
             exported = read(path)
@@ -96,11 +99,23 @@ class Jobs(unittest.TestCase):
             names = {name for name, value in saved.items() if value.numel()} - {"head.weight"}
             self.assertEqual(set(exported), names | {"secret"})
             net = et.load(Net(), path)
-        self.assertIs(net.head.weight, net.embed.weight)
-        for name, value in net.state_dict().items():
-            self.assertEqual((value.dtype, value.shape), (saved[name].dtype, saved[name].shape))
-            self.assertTrue(torch.equal(value, saved[name]), name)
-        self.assertFalse(torch.equal(net.embed.weight, Net().embed.weight))
+            self.assertIs(net.head.weight, net.embed.weight)
+            for name, value in net.state_dict().items():
+                self.assertEqual((value.dtype, value.shape), (saved[name].dtype, saved[name].shape))
+                self.assertTrue(torch.equal(value, saved[name]), name)
+            self.assertFalse(torch.equal(net.embed.weight, Net().embed.weight))
+            checkpoint = max(pathlib.Path(folder, "checkpoints").glob("step-*"))
+            command = [ELASTICDL, "convert", checkpoint, converted, "--", *program, "unused"]
+            ended = subprocess.run(command, **CAPTURED)
+            self.assertEqual(ended.returncode, 0, ended.stderr)
+            found = read(converted)
+            self.assertEqual(list(found), list(exported))
+            for name, value in exported.items():
+                self.assertTrue(torch.equal(found[name], value), name)
+            command[2] = f"{folder}/none"
+            ended = subprocess.run(command, **CAPTURED)
+            self.assertNotEqual(ended.returncode, 0)
+            self.assertIn("the checkpoint was not converted", ended.stderr)
 
     def test_a_new_project_trains_and_evaluates(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -148,28 +163,6 @@ class Jobs(unittest.TestCase):
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ELASTICDL_")}
         command = [sys.executable, path / program, *arguments]
         return subprocess.run(command, **CAPTURED, env=environment)
-
-    def test_the_model_of_a_checkpoint_becomes_a_file_with_the_names_of_the_state_dict(self):
-        program = [sys.executable, HERE / "export.py"]
-        with tempfile.TemporaryDirectory() as folder:
-            exported, converted = f"{folder}/exported", f"{folder}/converted"
-            options = ["--export", exported, "--checkpoint-dir", f"{folder}/checkpoints"]
-            with RunningJob(
-                [HERE / "export.py", "{job}/saved"], workers=2, batch=12, options=options
-            ) as job:
-                self.assertEqual(job.wait(), 0, job.text())
-            checkpoint = max(pathlib.Path(folder, "checkpoints").glob("step-*"))
-            command = [ELASTICDL, "convert", checkpoint, converted, "--", *program, "unused"]
-            ended = subprocess.run(command, **CAPTURED)
-            self.assertEqual(ended.returncode, 0, ended.stderr)
-            expected, found = read(exported), read(converted)
-            self.assertEqual(list(found), list(expected))
-            for name, value in expected.items():
-                self.assertTrue(torch.equal(found[name], value), name)
-            command[2] = f"{folder}/none"
-            ended = subprocess.run(command, **CAPTURED)
-            self.assertNotEqual(ended.returncode, 0)
-            self.assertIn("the checkpoint was not converted", ended.stderr)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class Jobs(unittest.TestCase):
         job.process.send_signal(signal.SIGTERM)
         self.assertEqual(job.wait(), 143, job.text())
 
-    def test_workers_whose_optimizers_have_orders_of_their_own_have_the_bits_of_one(self):
+    def test_orders_of_groups_change_no_bits_and_resumes_with_other_groups_are_refused(self):
         expected, _ = self.run_job(workers=1)
         with self.job(seconds=0.1) as job:
             self.assertGreater(job.survive_some(3, 2), 0)
@@ -52,12 +52,6 @@ class Jobs(unittest.TestCase):
         found, text = self.run_job("--resume-from", saved)
         self.assertEqual(found, expected)
         self.assertNotIn("differs in", text)
-
-    def test_a_resume_with_other_groups_is_refused_and_one_with_another_rate_tells_it(self):
-        expected, _ = self.run_job(workers=1)
-        saved = str(self.folder / "saved")
-        with self.job("--checkpoint-dir", saved, seconds=0.1) as job:
-            self.stop(job)
         with self.job("--resume-from", saved, order=(1, 0)) as job:
             self.assertEqual(job.wait(), 2, job.text())
             wanted = "its state has parameter group 0 with 0.weight, 2.weight ("

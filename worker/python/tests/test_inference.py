@@ -130,9 +130,8 @@ class Inference(unittest.TestCase):
         ) as job:
             self.assertNotEqual(job.wait(), 0)
             self.assertIn("declare it with job.evaluator(data, function)", job.text())
-        with RunningJob(
-            [HERE / "applied.py"], options=["--training-data", "t", "--validation-split", "0.1"]
-        ) as job:
+        split = ["--training-data", "t", "--validation-split", "0.1"]
+        with RunningJob([HERE / "applied.py"], options=split, workers=1) as job:
             self.assertNotEqual(job.wait(), 0)
             self.assertIn("a Python program divides its data itself", job.text())
 

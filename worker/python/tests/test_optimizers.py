@@ -11,7 +11,7 @@ if importlib.util.find_spec("torch") is None:
     raise unittest.SkipTest("PyTorch is not installed; .ci/python installs it and runs these tests")
 
 from jobs import HERE, RunningJob, needs_elasticdl
-from test_torch import run
+from snippets import run
 
 SETUP = """
 import torch, elasticdl.torch as et

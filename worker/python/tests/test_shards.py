@@ -8,7 +8,7 @@ if importlib.util.find_spec("torch") is None:
     raise unittest.SkipTest("PyTorch is not installed; .ci/python installs it and runs these tests")
 
 from test_loops import SETUP
-from test_torch import run
+from snippets import run
 
 
 class Alone(unittest.TestCase):

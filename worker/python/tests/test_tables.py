@@ -15,7 +15,7 @@ if importlib.util.find_spec("torch") is None:
     raise unittest.SkipTest("PyTorch is not installed; .ci/python installs it and runs these tests")
 
 from jobs import ELASTICDL, HERE, RunningJob, needs_elasticdl
-from test_torch import run
+from snippets import run
 
 # The same training with tables and with torch.nn.EmbeddingBag, whose rows are those with which the
 # tables began. A row of one number has one accumulator in Adagrad, as row-wise Adagrad has.
