@@ -153,7 +153,8 @@ impl Objects {
         }
     }
 
-    /// Returns all objects as YAML, with placeholders for secrets and for the owners' uids.
+    /// Returns all objects as YAML, to be read, with placeholders for secrets and for the owners'
+    /// uids.
     #[must_use]
     pub fn to_yaml(mut self) -> String {
         let unknown = |mut meta: ObjectMeta| {
@@ -180,7 +181,7 @@ impl Objects {
             ]
         }));
         let texts = documents.into_iter().map(|text| text.expect("objects have YAML forms"));
-        texts.collect::<Vec<_>>().join("---\n")
+        FOR_READING.to_owned() + &texts.collect::<Vec<_>>().join("---\n")
     }
 }
 
@@ -331,6 +332,11 @@ fn worker_template(request: &Request, resources: &Resources) -> Result<Pod, Temp
 
 /// Bytes of the keys `task` and `worker-pod` together: what the anchor's other keys leave of 1 MiB.
 const REQUEST_BYTES_MAX: usize = 240 << 10;
+
+const FOR_READING: &str = "\
+# To be read: the server gives some of these values, so `kubectl apply` makes no job of it. What it
+# can apply is a declared job (manifests/README.md).
+";
 
 #[cfg(test)]
 mod tests;
