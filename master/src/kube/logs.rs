@@ -8,6 +8,7 @@ use kube::api::{ListParams, LogParams};
 use super::anchor::{Anchor, MASTER};
 use super::client::{Cluster, ClusterError};
 use super::objects::{self, LAUNCH_LABEL, TASK, Task};
+use super::retry::retry;
 use crate::job::{LaunchId, PodId};
 
 /// Pod whose log is read.
@@ -48,8 +49,9 @@ pub async fn copy(
     };
     let pods: Api<Pod> = cluster.api();
     let doing = format!("read the logs of a {what}");
-    let list = pods.list(&ListParams::default().labels(&selector)).await;
-    let list = list.map_err(|e| cluster.explain(&doing, e))?;
+    let of_source = ListParams::default().labels(&selector);
+    let read = async || pods.list(&of_source).await.map_err(|e| cluster.explain(&doing, e));
+    let list = retry(&doing, read).await?;
     let leader = anchor
         .data
         .as_ref()
@@ -67,7 +69,9 @@ pub async fn copy(
         LogSource::Worker(_) => objects::WORKER,
     };
     let params = LogParams { container: Some(container.into()), follow, ..LogParams::default() };
-    let stream = pods.log_stream(&name, &params).await.map_err(|e| cluster.explain(&doing, e))?;
+    let open =
+        async || pods.log_stream(&name, &params).await.map_err(|e| cluster.explain(&doing, e));
+    let stream = retry(&doing, open).await?;
     let mut stream = std::pin::pin!(stream);
     let mut buffer = vec![0; 16 << 10];
     loop {

@@ -155,8 +155,12 @@ async fn create_rest(
     }
     let jobs: Api<Job> = cluster.api();
     let go = Patch::Merge(json!({"spec": {"parallelism": 1}}));
-    let patched = jobs.patch(&objects::master_name(name), &PatchParams::default(), &go).await;
-    patched.map(drop).map_err(|error| cluster.explain("start the master's job", error))
+    let (master, doing) = (objects::master_name(name), "start the master's job");
+    let start = async || {
+        let patched = jobs.patch(&master, &PatchParams::default(), &go).await;
+        patched.map(drop).map_err(|error| cluster.explain(doing, error))
+    };
+    retry(doing, start).await
 }
 
 /// Adds advice to an error about a missing right of the user.
@@ -232,18 +236,23 @@ pub async fn delete(cluster: &Cluster, name: &str) -> Result<(), ClusterError> {
     };
     let params =
         |meta| DeleteParams { preconditions: this_very(meta), ..DeleteParams::background() };
-    let deleted = match (job.filter(is_ours), anchor.as_ref().filter(|meta| is_ours(meta))) {
-        (Some(job), _) => jobs.delete(&master, &params(&job)).await.map(drop),
-        // A user has deleted the Job and left what it owns.
-        (None, Some(anchor)) => anchors.delete(name, &params(anchor)).await.map(drop),
-        (None, None) => return Err(absent()),
+    let (job, ours) = (job.filter(is_ours), anchor.as_ref().filter(|meta| is_ours(meta)));
+    let delete = async || {
+        let deleted = match (&job, ours) {
+            (Some(job), _) => jobs.delete(&master, &params(job)).await.map(drop),
+            // A user has deleted the Job and left what it owns.
+            (None, Some(anchor)) => anchors.delete(name, &params(anchor)).await.map(drop),
+            (None, None) => return Err(absent()),
+        };
+        match deleted {
+            // Another client deleted it first, or this one, whose answer was lost.
+            Err(error) if !is_code(&error, 404) && !is_code(&error, 409) => {
+                Err(cluster.explain(doing, error))
+            }
+            _ => Ok(()),
+        }
     };
-    match deleted {
-        Ok(()) => {}
-        // Another client deleted it first.
-        Err(error) if is_code(&error, 404) || is_code(&error, 409) => {}
-        Err(error) => return Err(cluster.explain(doing, error)),
-    }
+    retry(doing, delete).await?;
     let uid = anchor.and_then(|anchor| anchor.uid).unwrap_or_default();
     wait_until_gone(cluster, name, &uid).await
 }
@@ -260,12 +269,14 @@ async fn wait_until_gone(
     let mut was_said = false;
     loop {
         let doing = "list what is left of the job";
-        let anchor = anchors.get_opt(name).await.map_err(|e| cluster.explain(doing, e))?;
+        let read = async || anchors.get_opt(name).await.map_err(|e| cluster.explain(doing, e));
+        let anchor = retry(doing, read).await?;
         let mut left: Vec<String> =
             anchor.map(|_| format!("ConfigMap {name}")).into_iter().collect();
         for selector in [objects::master_selector(name), objects::worker_selector(anchor_uid)] {
-            let list = pods.list(&ListParams::default().labels(&selector)).await;
-            let list = list.map_err(|e| cluster.explain(doing, e))?;
+            let params = ListParams::default().labels(&selector);
+            let read = async || pods.list(&params).await.map_err(|e| cluster.explain(doing, e));
+            let list = retry(doing, read).await?;
             left.extend(list.items.iter().filter_map(name_and_node));
         }
         if left.is_empty() {
@@ -485,6 +496,19 @@ mod tests {
         });
         create_job(&cluster, "j", &new).await.unwrap();
         assert_eq!(fake.state().deleted, ["j-master"]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_job_is_deleted_although_the_server_fails_to_answer_some_calls() {
+        let (fake, cluster) = FakeServer::start();
+        let metadata = json!({"name": "j", "uid": "u", "labels": {"elasticdl/job": "j"}});
+        fake.put("configmaps", "j", json!({"metadata": metadata}));
+        for call in ["DELETE configmaps", "GET configmaps", "LIST pods"] {
+            fake.state().throttles.extend([(call, 500, 0); 2]);
+        }
+        delete(&cluster, "j").await.unwrap();
+        assert_eq!((&*fake.state().deleted, fake.state().throttles.len()), (&["j".into()][..], 0));
+        assert!(matches!(delete(&cluster, "j").await, Err(ClusterError::NoSuchJob { .. })));
     }
 
     #[tokio::test]
