@@ -1,6 +1,7 @@
 //! Conversion of a checkpoint to a safetensors file, and of exported rows to Parquet files, as
 //! `elasticdl convert` asks for it.
 
+use std::fs;
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -17,13 +18,17 @@ use crate::{outputs, trained_model, weights};
 pub(crate) struct Conversion {
     from: String,
     to: String,
+    /// The file whose presence says that all is written.
+    done: Option<String>,
 }
 
 impl Conversion {
-    /// Reads `ELASTICDL_CONVERT_FROM` and `ELASTICDL_CONVERT_TO`; `None` unless both are set.
+    /// Reads `ELASTICDL_CONVERT_FROM`, `ELASTICDL_CONVERT_TO` and, with which the command knows that
+    /// the program has converted, `ELASTICDL_CONVERT_DONE`. `None` unless the first two are set.
     pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Option<Self> {
         let from = variable("ELASTICDL_CONVERT_FROM")?;
-        Some(Self { from, to: variable("ELASTICDL_CONVERT_TO")? })
+        let to = variable("ELASTICDL_CONVERT_TO")?;
+        Some(Self { from, to, done: variable("ELASTICDL_CONVERT_DONE") })
     }
 
     /// Converts, and prints an error.
@@ -45,6 +50,14 @@ impl Conversion {
 
     /// Converts the model of a program with these tensors and tables.
     pub(crate) fn write(&self, layout: &[NamedTensor], tables: &[Table]) -> Result<(), String> {
+        self.write_files(layout, tables)?;
+        match &self.done {
+            Some(done) => fs::write(done, "").map_err(|error| format!("write {done}: {error}")),
+            None => Ok(()),
+        }
+    }
+
+    fn write_files(&self, layout: &[NamedTensor], tables: &[Table]) -> Result<(), String> {
         trained_model::check(&self.from)?;
         if self.to.trim_end_matches('/').ends_with(".parquet") {
             return self.write_rows(tables);
@@ -62,7 +75,7 @@ impl Conversion {
 
     /// Writes the rows of an exported model as Parquet, a file for each table.
     fn write_rows(&self, tables: &[Table]) -> Result<(), String> {
-        let Self { from, to } = self;
+        let Self { from, to, .. } = self;
         let mut rows = trained_model::rows(from, tables)?
             .ok_or_else(|| format!("{from} has no tables, whose rows {to} would have"))?;
         let files = tables.iter().map(|table| parquet_name(&table.name));

@@ -2,16 +2,14 @@
 //! exported model as Parquet.
 
 use std::ffi::OsString;
-use std::fs;
-use std::os::unix::fs::MetadataExt as _;
 use std::process::Command;
-use std::time::SystemTime;
 
 use clap::Args;
 
 use super::start::find_program;
 use crate::args::parse_uri;
 use crate::process::{EXIT_OK, Failure, cannot, print_line};
+use crate::scratch::Scratch;
 
 /// Arguments of `elasticdl convert`.
 #[derive(Args, Debug)]
@@ -35,15 +33,18 @@ pub(crate) struct ConvertArgs {
 pub(super) fn convert(args: &ConvertArgs) -> Result<u8, Failure> {
     let (program, words) = args.program.split_first().expect("clap asks for one");
     let program = find_program(program)?;
-    let before = version(&args.file);
+    let scratch = Scratch::create(&std::env::temp_dir(), "elasticdl-convert-")?;
+    let done = scratch.path.join("done");
     let status = Command::new(&program)
         .args(words)
         .env("ELASTICDL_CONVERT_FROM", &args.checkpoint)
         .env("ELASTICDL_CONVERT_TO", &args.file)
+        .env("ELASTICDL_CONVERT_DONE", &done)
         .status()
         .map_err(cannot(&format!("run {}", program.display())))?;
     if status.success() {
-        return match appeared(&args.file, before) {
+        // The program creates the file when all is written.
+        return match done.exists() {
             true => {
                 let is_rows = args.file.trim_end_matches('/').ends_with(".parquet");
                 let what = if is_rows { "has the rows of" } else { "holds the model of" };
@@ -64,20 +65,6 @@ pub(super) fn convert(args: &ConvertArgs) -> Result<u8, Failure> {
     })))
 }
 
-/// Whether the file at this address has been written since it had the version `before`. Of an
-/// object in a store nothing is known.
-fn appeared(address: &str, before: Option<Version>) -> bool {
-    address.contains("://") || version(address).is_some_and(|now| Some(now) != before)
-}
-
-/// Inode, length and time of the last change of the file at this address, if there is one.
-type Version = (u64, u64, SystemTime);
-
-fn version(address: &str) -> Option<Version> {
-    let found = fs::metadata(address).ok()?;
-    Some((found.ino(), found.len(), found.modified().ok()?))
-}
-
 const AFTER_HELP: &str = "\
 A checkpoint has the parameters without the names and shapes of their tensors, which PROGRAM knows:
 it is run once, without a job, and reads and writes the files.
@@ -93,24 +80,3 @@ Exit codes:
   0  the file is written
   1  it is not; the error of PROGRAM is printed
   2  invalid command line";
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_program_that_writes_nothing_has_not_converted() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("m.safetensors");
-        let address = file.to_str().unwrap();
-        assert!(!appeared(address, version(address)));
-        fs::write(&file, "old").unwrap();
-        let old = version(address);
-        assert!(appeared(address, None) && !appeared(address, old));
-        // As the worker library writes it.
-        fs::write(folder.path().join("staged"), "new").unwrap();
-        fs::rename(folder.path().join("staged"), &file).unwrap();
-        assert!(appeared(address, old));
-        assert!(appeared("s3://bucket/m", None));
-    }
-}
