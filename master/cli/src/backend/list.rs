@@ -16,7 +16,7 @@ use serde_json::Value;
 use super::handle::JobHandle as _;
 use super::local::LocalHandle;
 use crate::process::{Failure, cannot, new_runtime};
-use crate::render::JobRow;
+use crate::render::{BestValue, JobRow, LOST};
 
 /// The jobs of a namespace.
 pub(crate) fn cluster_jobs(choice: &ClusterChoice) -> Result<Vec<JobRow>, Failure> {
@@ -62,7 +62,7 @@ pub(crate) fn local_jobs(root: &Path) -> Result<Vec<JobRow>, Failure> {
 fn local_row(path: PathBuf) -> Option<JobRow> {
     let job = path.file_name()?.to_str()?.to_owned();
     let age_s = jobdir::started_at(&path).map(age_s);
-    let row = JobRow { state: "lost".into(), age_s, job, ..JobRow::default() };
+    let row = JobRow { state: LOST.into(), age_s, job, ..JobRow::default() };
     match jobdir::look_up(&path) {
         Ok(_) if jobdir::is_running(&path) => Some(match LocalHandle::new(path).status() {
             Ok(status) => with_status(row, status),
@@ -79,10 +79,17 @@ fn local_row(path: PathBuf) -> Option<JobRow> {
             let summary: Value = serde_json::from_slice(&summary).unwrap_or_default();
             let number = |key: &str| summary["records"][key].as_f64();
             let progress = number("counted").zip(number("expected").filter(|all| *all > 0.0));
+            let best = &summary["evaluations"]["best"];
+            let metric = best["metric"].as_str().map(str::to_owned);
             Some(JobRow {
                 state: summary["state"].as_str().unwrap_or("ended").into(),
                 has_ended: true,
                 progress: progress.map(|(counted, expected)| counted / expected),
+                step: summary["steps"].as_u64(),
+                loss: summary["loss"]["last"].as_f64(),
+                best: metric
+                    .zip(best["value"].as_f64())
+                    .map(|(metric, value)| BestValue { metric, value }),
                 ..row
             })
         }
@@ -127,6 +134,11 @@ fn with_status(row: JobRow, status: Status) -> JobRow {
         progress: Some(status.progress),
         workers: Some(status.members().filter(|m| !m.serves_tables).count() as u64),
         workers_desired: Some(status.workers_desired),
+        step: Some(status.step),
+        loss: status.loss,
+        best: status
+            .evaluated_best
+            .map(|best| BestValue { metric: best.metric, value: best.value }),
         state: status.state.into_owned(),
         ..row
     }

@@ -13,7 +13,8 @@ mod watch;
 pub(crate) use end::{print_job_error, print_summary};
 pub(crate) use follow::Printer;
 pub(crate) use jobs::{
-    JobRow, arrange as arrange_jobs, to_json as jobs_to_json, to_table as jobs_to_table,
+    BestValue, JobRow, LOST, arrange as arrange_jobs, to_json as jobs_to_json,
+    to_table as jobs_to_table,
 };
 pub(crate) use lineage::{to_json as lineage_to_json, to_table as lineage_to_table};
 pub(crate) use summary::{Paths, to_table as summary_to_table, warnings};
