@@ -66,12 +66,8 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
         );
     }
     if summary.steps_skipped > 0 {
-        let skipped = summary.steps_skipped;
-        row(
-            out,
-            "skipped",
-            &format!("{skipped} steps with a gradient or loss that was not finite"),
-        );
+        let skipped = counted(summary.steps_skipped, "step");
+        row(out, "skipped", &format!("{skipped} with a gradient or loss that was not finite"));
     }
     if let Some(audit) = &summary.audit {
         row(out, "audits", &audits(audit));
@@ -209,8 +205,8 @@ pub(crate) fn warnings(summary: &Summary, has_table: bool) -> Vec<String> {
     });
     let skipped = (summary.steps_skipped > 0).then(|| {
         format!(
-            "{} steps were skipped because a gradient or loss was not finite",
-            summary.steps_skipped
+            "{} skipped because a gradient or loss was not finite",
+            counted(summary.steps_skipped, "step")
         )
     });
     let untracked = summary.tracking_error.as_ref();
@@ -233,7 +229,7 @@ fn state_lost(lost: &StateLoss, summary: &Summary) -> String {
     let times = times(*count);
     let in_all = match count {
         ..=1 => String::new(),
-        _ => format!("; {steps} steps of {records} records in all"),
+        _ => format!("; {} of {records} records in all", counted(*steps, "step")),
     };
     format!("STATE LOST{times} at step {at_step}: {why}, and there was no checkpoint{in_all}")
 }
@@ -301,10 +297,8 @@ fn checkpoints(known: &CheckpointsSummary, unsaved: Option<(u64, u64)>) -> Strin
     parts.extend(known.error.as_ref().map(|error| format!("last error: {}", one_line(error))));
     parts.extend((known.damaged > 0).then(|| format!("{} damaged", known.damaged)));
     for restored in &known.restored {
-        parts.push(format!(
-            "resumed from step {} ({} steps lost)",
-            restored.step, restored.lost_steps
-        ));
+        let lost = counted(restored.lost_steps, "step");
+        parts.push(format!("resumed from step {} ({lost} lost)", restored.step));
     }
     parts.join(", ")
 }

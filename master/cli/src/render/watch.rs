@@ -4,7 +4,7 @@ use std::fs;
 use std::io::stdout;
 use std::path::{Path, PathBuf};
 
-use elasticdl_master::job::format_value;
+use elasticdl_master::job::{counted, format_value};
 use elasticdl_proto::Status;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::{Deserialize, Serialize};
@@ -103,11 +103,11 @@ impl JobEnd {
         let error =
             self.error.as_ref().map(|error| format!(": {}", one_line(error))).unwrap_or_default();
         format!(
-            "job {}: {} after {:.2} s, {} steps, {} of {} records{error}; the summary is in {}",
+            "job {}: {} after {:.2} s, {}, {} of {} records{error}; the summary is in {}",
             self.job,
             self.state,
             self.wall_s,
-            self.steps,
+            counted(self.steps, "step"),
             self.records.counted,
             self.records.expected,
             self.path.display()

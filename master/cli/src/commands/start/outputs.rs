@@ -2,6 +2,8 @@
 //! over other files of the job. The worker that describes the data checks the outputs of the
 //! program.
 
+use std::ffi::OsStr;
+use std::iter;
 use std::path::{Path, PathBuf};
 
 use elasticdl_master::job::{JobSpec, Work};
@@ -234,14 +236,27 @@ fn data_around<'a>(spec: &'a JobSpec, output: &Path) -> Option<&'a str> {
     let output = resolved(output)?;
     let validation =
         spec.options.validation.iter().flat_map(|validation| split_sources(&validation.data));
-    split_sources(&spec.options.training_data).chain(validation).find(|data| {
+    let sources = split_sources(&spec.options.training_data).chain(validation);
+    // A pair of files is written with a comma between them.
+    sources.flat_map(|source| iter::once(source).chain(source.split(','))).find(|data| {
         let path = Path::new(data.strip_prefix("file://").unwrap_or(data));
-        let within = resolved(path).filter(|path| path.exists());
+        let within = resolved(folder_of(path)).filter(|path| path.exists());
         let within = within.as_ref().and_then(|data| output.strip_prefix(data).ok());
         // Readers leave names out that begin with a dot.
         within
             .is_some_and(|path| !path.iter().any(|part| part.as_encoded_bytes().starts_with(b".")))
     })
+}
+
+/// The folder of a pattern that all files fit, such as `data/*`; another path itself.
+fn folder_of(source: &Path) -> &Path {
+    let mut parts = source.components();
+    let is_any = |part: &OsStr| part == "*" || part == "**";
+    while !source.exists() && parts.clone().next_back().is_some_and(|last| is_any(last.as_os_str()))
+    {
+        parts.next_back();
+    }
+    Some(parts.as_path()).filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// An absolute path without links, as far as it exists.
@@ -365,7 +380,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path().canonicalize().unwrap();
         std::fs::create_dir_all(root.join("train/deep")).unwrap();
-        std::fs::create_dir_all(root.join("test")).unwrap();
+        for name in ["test", "wild", "images", "labels"] {
+            std::fs::create_dir(root.join(name)).unwrap();
+        }
         std::os::unix::fs::symlink(root.join("train/deep"), root.join("link")).unwrap();
         let at = |path: &str| root.join(path).to_str().unwrap().to_owned();
         let validation = ValidationSpec {
@@ -379,7 +396,13 @@ mod tests {
         };
         let spec = JobSpec {
             options: WorkerOptions {
-                training_data: elasticdl_proto::join_sources(&[at("none"), at("train")]),
+                training_data: elasticdl_proto::join_sources(&[
+                    at("none"),
+                    at("train"),
+                    at("wild/*"),
+                    at("wild/*.csv"),
+                    format!("{},{}", at("images"), at("labels")),
+                ]),
                 validation: Some(validation),
                 ..spec().options
             },
@@ -390,6 +413,8 @@ mod tests {
             assert_eq!(found(output), Some(at("train")), "{output}");
         }
         assert_eq!(found("test/summary.json"), Some(at("test")));
+        assert_eq!(found("wild/tb"), Some(at("wild/*")));
+        assert_eq!(found("labels/tb"), Some(at("labels")));
         for output in ["job", "training", "train/.job", "none/job"] {
             assert_eq!(found(output), None, "{output}");
         }
