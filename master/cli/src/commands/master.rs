@@ -16,7 +16,7 @@ use tracing_subscriber::fmt::time::SystemTime;
 use crate::args::parse_job_name;
 use crate::log_output::LogOutput;
 use crate::process::{BLOCKED_MAX, Failure, new_runtime, raise_open_files};
-use crate::progress::{ProgressLog, ProgressPrinter};
+use crate::progress::ProgressLog;
 
 /// Arguments of `elasticdl master`.
 #[derive(Args, Debug)]
@@ -70,10 +70,7 @@ pub(super) fn master(args: MasterArgs) -> Result<u8, Failure> {
     end_process_on_panic(is_json.then_some(|_| {}));
     raise_open_files();
     let master = ClusterMaster { job_name, pod, token_file, tls_cert, tls_key };
-    let progress = match lines {
-        LogFormat::Json => Progress::shown_by(ProgressLog::default()),
-        LogFormat::Text => Progress::shown_by(ProgressPrinter::on_stderr(LogFormat::Text, None)),
-    };
+    let progress = Progress::shown_by(ProgressLog::new(lines));
     let runtime = new_runtime()?;
     let led = runtime.block_on(master.run(progress));
     runtime.shutdown_timeout(BLOCKED_MAX);

@@ -4,15 +4,24 @@ use std::cell::Cell;
 
 use elasticdl_master::job::Time;
 use elasticdl_master::progress::Observer;
-use elasticdl_proto::Status;
+use elasticdl_proto::{LogFormat, Status};
+use tracing::info;
 
 use super::line::ProgressLine;
 
 /// Writes a job's progress to this process's log, at most every 5 seconds.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct ProgressLog {
+    format: LogFormat,
     /// Time of the newest line.
     last: Cell<Option<Time>>,
+}
+
+impl ProgressLog {
+    /// Progress of a log in this form.
+    pub(crate) fn new(format: LogFormat) -> Self {
+        Self { format, last: Cell::default() }
+    }
 }
 
 impl Observer for ProgressLog {
@@ -23,7 +32,10 @@ impl Observer for ProgressLog {
         let line = ProgressLine::of(status);
         if line.is_due(now, self.last.get()) {
             self.last.set(Some(now));
-            line.log();
+            match self.format {
+                LogFormat::Json => line.log(),
+                LogFormat::Text => info!("{}", line.to_text(usize::MAX)),
+            }
         }
     }
 
@@ -36,7 +48,7 @@ mod tests {
     use std::sync::{Arc, Mutex};
     use std::time::Duration;
 
-    use elasticdl_proto::{LogFormat, LogLines, LogSource};
+    use elasticdl_proto::{LogLines, LogSource};
     use serde_json::Value;
     use tracing_subscriber::fmt::time::SystemTime;
 
@@ -63,7 +75,7 @@ mod tests {
         let subscriber =
             tracing_subscriber::fmt().with_writer(move || to.clone()).event_format(lines).finish();
         tracing::subscriber::with_default(subscriber, || {
-            let progress = ProgressLog::default();
+            let progress = ProgressLog::new(LogFormat::Json);
             for second in 1..=11 {
                 let loss = Some(0.5).filter(|_| second > 5);
                 let status = Status { step: second, records_counted: 8, loss, ..Status::default() };
