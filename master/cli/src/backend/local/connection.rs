@@ -1,5 +1,6 @@
 //! A connection to a running master.
 
+use std::error::Error as _;
 use std::path::Path;
 use std::time::Duration;
 
@@ -129,11 +130,17 @@ pub(super) fn to_failure(root: &Path, status: &Status) -> Failure {
                 TIMEOUT.as_secs()
             ))
         }
-        _ => Failure::failed(format!(
-            "the master of {} answered: {}",
-            root.display(),
-            status.message()
-        )),
+        _ => match jobdir::look_up(root) {
+            // It has ended since the connection was opened.
+            Ok((endpoint, _)) if status.source().is_some() => {
+                OpenError::NoAnswer(endpoint).to_failure(root)
+            }
+            _ => Failure::failed(format!(
+                "the master of {} answered: {}",
+                root.display(),
+                status.message()
+            )),
+        },
     }
 }
 
