@@ -209,10 +209,7 @@ pub enum LineageError {
     #[error("the job trains no records: it evaluates a model, or predicts")]
     NotTraining,
     /// No order is recorded. A worker reports it once it has looked at the data.
-    #[error(
-        "the order of the job's records is not known: no worker has reported it yet, or the job is \
-         of an older release"
-    )]
+    #[error("the order of the job's records is not known: no worker has reported it yet")]
     OrderUnknown,
     /// The steps do not follow from what is recorded, for this reason.
     #[error("the steps are not known: {0}")]

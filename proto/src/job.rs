@@ -203,49 +203,54 @@ impl WorkerOptions {
     pub fn check(&self) -> Result<(), SpecError> {
         let number = u64::from;
         let split = self.validation.as_ref().and_then(|validation| validation.split);
-        for (field, value, possible, wanted) in [
-            ("channels", number(self.channels), 1..=number(CHANNELS_MAX), "from 1 to 16"),
+        for (option, value, possible, wanted) in [
+            ("--channels", number(self.channels), 1..=number(CHANNELS_MAX), "from 1 to 16"),
             (
-                "table_replicas",
+                "--table-replicas",
                 number(self.table_replicas),
                 1..=number(TABLE_REPLICAS_MAX),
                 "from 1 to 3",
             ),
-            ("table_lag", number(self.table_lag), 0..=number(TABLE_LAG_MAX), "from 0 to 16"),
-            ("audit", self.audit.into(), 0..=AUDIT_MAX.into(), "at most 1000000"),
-            ("epochs", self.epochs.into(), 1..=EPOCHS_MAX.into(), "from 1 to 1048576"),
-            ("max_steps", self.max_steps.unwrap_or(1), 1..=u64::MAX, "at least 1"),
-            ("batch", self.batch.share(1), 1..=BATCH_RECORDS_MAX, "at most 4294967296"),
+            ("--table-lag", number(self.table_lag), 0..=number(TABLE_LAG_MAX), "from 0 to 16"),
+            ("--audit", self.audit.into(), 0..=AUDIT_MAX.into(), "at most 1000000"),
+            ("--num-epochs", self.epochs.into(), 1..=EPOCHS_MAX.into(), "from 1 to 1048576"),
+            ("--max-steps", self.max_steps.unwrap_or(1), 1..=u64::MAX, "at least 1"),
             (
-                "micro_batch",
+                "--global-batch-size or --minibatch-size",
+                self.batch.share(1),
+                1..=BATCH_RECORDS_MAX,
+                "at most 4294967296",
+            ),
+            (
+                "--micro-batch",
                 self.micro_batch.map_or(1, NonZeroU64::get),
                 1..=BATCH_RECORDS_MAX,
                 "at most 4294967296",
             ),
             (
-                "validation.split",
+                "--validation-split",
                 split.map_or(0, |split| split.get().into()),
                 0..=999,
                 "at most 999",
             ),
         ] {
             if !possible.contains(&value) {
-                return Err(SpecError { field, value: value.to_string(), wanted });
+                return Err(SpecError { option, value: value.to_string(), wanted });
             }
         }
         if self.param_dtype == ParamDtype::Bf16 && !self.shard_optimizer {
             let wanted = "f32 without --shard-optimizer";
-            return Err(SpecError { field: "param_dtype", value: "bf16".into(), wanted });
+            return Err(SpecError { option: "--param-dtype", value: "bf16".into(), wanted });
         }
         Ok(())
     }
 }
 
-/// An invalid field of a job's options: correct it and submit again.
+/// An invalid option of a job: correct it and submit again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpecError {
-    /// The field.
-    pub field: &'static str,
+    /// The option, as the command line has it.
+    pub option: &'static str,
     /// Its value.
     pub value: String,
     /// What would be right.
@@ -254,8 +259,8 @@ pub struct SpecError {
 
 impl fmt::Display for SpecError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { field, value, wanted } = self;
-        write!(f, "{field} is {value:?}; it must be {wanted}")
+        let Self { option, value, wanted } = self;
+        write!(f, "{option} is {value:?}; it must be {wanted}")
     }
 }
 
@@ -350,10 +355,8 @@ pub struct ValidationSpec {
     pub patience: Option<u32>,
     /// The validation data is this many thousandths of the training data, at `data`, and is not
     /// trained; `None` if all of `data` is validation data. At most 999.
-    #[serde(default)]
     pub split: Option<NonZeroU16>,
     /// Where the best model so far is written.
-    #[serde(default)]
     pub export_best: Option<String>,
 }
 

@@ -404,7 +404,6 @@ pub struct Finished {
     /// The model's summary text, from the lowest rank.
     pub summary: Option<String>,
     /// Why the job can't continue, although the group holds a state.
-    #[serde(default)]
     pub failure: Option<Failure>,
     /// Whether all members leave: another group resumes from the checkpoint of this step.
     #[serde(default)]
@@ -416,7 +415,6 @@ pub struct Finished {
     #[serde(default)]
     pub exported: bool,
     /// Touches of the rows of the model's tables, if it has tables.
-    #[serde(default)]
     pub row_touches: Option<RowTouches>,
 }
 

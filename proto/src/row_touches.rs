@@ -55,6 +55,5 @@ pub struct RowsLoss {
     /// lost, and made again.
     pub row_touches: u64,
     /// Touches that the rows have not counted, if the group went on with older ones.
-    #[serde(default)]
     pub missing: Option<u64>,
 }

@@ -50,11 +50,9 @@ pub struct Status {
     #[serde(default)]
     pub metrics: BTreeMap<String, f64>,
     /// Learning rate of the last step; `None` before it, and if the model reports none.
-    #[serde(default)]
     pub learning_rate: Option<f64>,
     /// Seconds until the end of the data, of `--max-steps` or of `--deadline` at the present speed;
     /// `None` while the job does not advance.
-    #[serde(default)]
     pub eta_s: Option<f64>,
     /// Committed steps whose gradients were skipped because they were not finite; their records
     /// count as absorbed.
@@ -64,7 +62,6 @@ pub struct Status {
     pub shards: Option<ShardCounts>,
     /// Why the job is being stopped or was stopped, unless a user does it: its deadline, or the
     /// exit of a worker.
-    #[serde(default)]
     pub stop_reason: Option<String>,
     /// Number of workers that the job keeps: what the user wants, or what `--autoscale` has found.
     pub workers_desired: u32,
@@ -75,10 +72,8 @@ pub struct Status {
     #[serde(default)]
     pub workers_max: u32,
     /// The spares; `None` without `--spares`.
-    #[serde(default)]
     pub spares: Option<Spares>,
     /// What `--autoscale` has found last, and does therefore; `None` before the first measurement.
-    #[serde(default)]
     pub autoscale: Option<String>,
     /// The connected workers, by id.
     pub workers: Vec<WorkerStatus>,
@@ -101,19 +96,14 @@ pub struct Status {
     #[serde(default)]
     pub priority_tiers: Vec<PriorityTierStatus>,
     /// The transport of the all-reduce, as text; `None` before the first step.
-    #[serde(default)]
     pub allreduce_transport: Option<String>,
     /// The model's tables, as last reported; `None` if it has none.
-    #[serde(default)]
     pub tables: Option<TablesStatus>,
     /// The newest evaluation; of an evaluate job, its result.
-    #[serde(default)]
     pub evaluated: Option<Evaluated>,
     /// The best evaluation of a training job by the selected metric.
-    #[serde(default)]
     pub evaluated_best: Option<BestEvaluation>,
     /// Checkpoints; `None` if the job neither writes nor restores any.
-    #[serde(default)]
     pub checkpoints: Option<CheckpointsSummary>,
     /// The last 20 membership changes, oldest first, with their pauses.
     pub memberships: Vec<MembershipChange>,
@@ -231,7 +221,6 @@ pub struct WorkerStatus {
     /// Microseconds in the model's code in the last reported step.
     pub compute_us: u64,
     /// Its part of the records of that step, 0 to 1; `None` without a report.
-    #[serde(default)]
     pub share: Option<f64>,
     /// Microseconds of waiting for its records to be read in that step.
     #[serde(default)]
@@ -239,7 +228,6 @@ pub struct WorkerStatus {
     /// What most of the step's time went to: `compute`, `input`, `network` for the wait for other
     /// workers and the transfer, or `others` for that wait alone, where workers share memory;
     /// `None` without a report.
-    #[serde(default)]
     pub limited_by: Option<Cow<'static, str>>,
     /// Whether it is a straggler: for 10 s, the median of its last 7 reported steps, each as if its
     /// records had been an equal part of the step, has been over 1.5 times the members' median, and
@@ -257,7 +245,6 @@ pub struct WorkerStatus {
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub serves_tables: bool,
     /// Memory of the rows of tables that it holds, in bytes; `None` if the model has none.
-    #[serde(default)]
     pub table_bytes: Option<u64>,
     /// Records of the shards that are leased to it; `None` in a training job.
     pub leased_records: Option<u64>,

@@ -50,13 +50,11 @@ pub struct Summary {
     /// Shards on which the user's code failed; the first 100.
     pub failed_shards: Vec<FailedShard>,
     /// Records of the data's files that are not part of the data set.
-    #[serde(default)]
     pub records_skipped: Option<SkippedRecords>,
     /// Steps skipped because gradients were not finite; their records count as trained.
     #[serde(default)]
     pub steps_skipped: u64,
     /// What audits have found; `None` if the job audits no step.
-    #[serde(default)]
     pub audit: Option<AuditSummary>,
     /// Touches of the rows of the model's tables, if it has tables.
     pub row_touches: Option<RowTouchesSummary>,
@@ -67,7 +65,6 @@ pub struct Summary {
     /// Why the job failed or was refused.
     pub error: Option<String>,
     /// Why the job was stopped, unless a user stopped it: its deadline, or the exit of a worker.
-    #[serde(default)]
     pub stop_reason: Option<String>,
     /// The model's summary text.
     pub model_summary: Option<String>,
@@ -78,7 +75,6 @@ pub struct Summary {
     /// Path of the final model, if its export was requested and has succeeded.
     pub export: Option<String>,
     /// Why the tracking server does not have all metrics of the job.
-    #[serde(default)]
     pub tracking_error: Option<String>,
     /// Digest of the final parameters, optimizer state and ledger: 16 hexadecimal digits.
     pub digest: Option<String>,
@@ -180,7 +176,6 @@ pub struct WorkersSummary {
     /// Workers started to replace one that had ended.
     pub restarts: u64,
     /// The spares; `None` without `--spares`.
-    #[serde(default)]
     pub spares: Option<Spares>,
 }
 
@@ -268,7 +263,6 @@ pub struct BestEvaluation {
     /// Its mean over the validation data.
     pub value: f64,
     /// Where the model is, if it was exported.
-    #[serde(default)]
     pub export: Option<String>,
 }
 

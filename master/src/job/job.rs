@@ -228,6 +228,7 @@ impl Job {
             match timer {
                 Timer::Broken(generation) => self.on_broken_due(now, generation),
                 Timer::Deadline => self.on_deadline_due(now),
+                Timer::Describe => self.on_describe_due(now),
                 Timer::End => self.on_end_due(now),
                 Timer::GiveUp => self.on_give_up_due(now),
                 Timer::Hello(launch) => self.on_hello_due(now, launch),

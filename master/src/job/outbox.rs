@@ -22,6 +22,7 @@ pub(super) struct Outbox {
 pub(super) enum Timer {
     Broken(Generation),
     Deadline,
+    Describe,
     End,
     GiveUp,
     Hello(LaunchId),

@@ -17,7 +17,6 @@ pub struct Policies {
     /// Age at which the job stops with its newest state.
     pub deadline: Option<Duration>,
     /// How long programs may go on after the job is complete; `None`: a moment.
-    #[serde(default)]
     pub end_timeout: Option<Duration>,
     /// Which members have to report the final state.
     pub success: SuccessPolicy,
@@ -345,16 +344,6 @@ mod tests {
             let is_complete = ExitEvent::ALL.iter().all(|event| error.contains(event.name()));
             assert!(is_complete && error.contains(&format!("`{name}` is no event")), "{error}");
         }
-    }
-
-    /// Releases before the events wrote the rules of codes like this.
-    #[test]
-    fn rules_have_the_persisted_form_of_earlier_releases() {
-        let json =
-            r#"[{"first":42,"last":43,"action":"stop"},{"event":"node-lost","action":"fail"}]"#;
-        let rules = policies(&["42-43=stop", "node-lost=fail"]).on_exit;
-        assert_eq!(serde_json::to_string(&rules).unwrap(), json);
-        assert_eq!(serde_json::from_str::<Vec<ExitRule>>(json).unwrap(), rules);
     }
 
     #[test]

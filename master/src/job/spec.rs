@@ -110,61 +110,61 @@ impl JobSpec {
     /// Checks what can be checked before the data is seen.
     ///
     /// # Errors
-    /// The first field that is wrong, with what would be right.
+    /// The first option that is wrong, with what would be right.
     pub fn check(&self) -> Result<(), SpecError> {
-        let one_of = |field, value: String, wanted| Err(SpecError { field, value, wanted });
+        let one_of = |option, value: String, wanted| Err(SpecError { option, value, wanted });
         if self.name.is_empty() {
-            return one_of("name", String::new(), "a name");
+            return one_of("--job-name", String::new(), "a name");
         }
         if self.min_workers == 0 {
-            return one_of("min_workers", "0".into(), "at least 1");
+            return one_of("--min-workers", "0".into(), "at least 1");
         }
         if self.max_workers > WORKERS_MAX {
-            return one_of("max_workers", self.max_workers.to_string(), "at most 16384");
+            return one_of("--max-workers", self.max_workers.to_string(), "at most 16384");
         }
-        let beside = [("spares", self.spares), ("table_servers", self.options.table_servers)];
+        let beside = [("--spares", self.spares), ("--table-servers", self.options.table_servers)];
         let mut room = WORKERS_MAX - self.max_workers;
-        for (field, number) in beside {
+        for (option, number) in beside {
             let Some(left) = room.checked_sub(number) else {
-                return one_of(field, number.to_string(), "with max_workers at most 16384");
+                return one_of(option, number.to_string(), "with --max-workers at most 16384");
             };
             room = left;
             if number > 0 && !self.options.work.trains() {
-                return one_of(field, number.to_string(), "0 without training");
+                return one_of(option, number.to_string(), "0 without training");
             }
         }
         if self.spares > self.max_workers.saturating_mul(SPARES_PER_WORKER_MAX) {
-            return one_of("spares", self.spares.to_string(), "at most twice max_workers");
+            return one_of("--spares", self.spares.to_string(), "at most twice --max-workers");
         }
         if self.autoscale && !self.options.work.trains() {
-            return one_of("autoscale", "true".into(), "false without training");
+            return one_of("--autoscale", "true".into(), "false without training");
         }
         if !self.limits().contains(&self.num_workers) {
             return one_of(
-                "num_workers",
+                "--num-workers",
                 self.num_workers.to_string(),
-                "from min_workers to max_workers",
+                "from --min-workers to --max-workers",
             );
         }
         if !(1..=MAX_WORKERS_PER_POD).contains(&self.workers_per_pod) {
-            return one_of("workers_per_pod", self.workers_per_pod.to_string(), "from 1 to 64");
+            return one_of("--workers-per-pod", self.workers_per_pod.to_string(), "from 1 to 64");
         }
         let numbers = [
-            ("min_workers", self.min_workers),
-            ("num_workers", self.num_workers),
-            ("max_workers", self.max_workers),
+            ("--min-workers", self.min_workers),
+            ("--num-workers", self.num_workers),
+            ("--max-workers", self.max_workers),
         ];
-        if let Some((field, number)) =
+        if let Some((option, number)) =
             numbers.into_iter().chain(beside).find(|(_, n)| !n.is_multiple_of(self.workers_per_pod))
         {
-            return one_of(field, number.to_string(), "a multiple of workers_per_pod");
+            return one_of(option, number.to_string(), "a multiple of --workers-per-pod");
         }
         self.options.check()?;
-        if let Some((field, text)) =
+        if let Some((option, text)) =
             self.places().into_iter().find(|(_, text)| text.len() > PLACE_BYTES_MAX)
         {
             let shown: String = text.chars().take(PLACE_SHOWN_MAX).collect();
-            return one_of(field, format!("{shown}…"), "at most 4096 bytes long");
+            return one_of(option, format!("{shown}…"), "at most 4096 bytes long");
         }
         Ok(())
     }
@@ -194,9 +194,13 @@ impl JobSpec {
             change.num_workers.unwrap_or_else(|| wanted.clamp(min_workers, max_workers));
         let scaled = Self { num_workers, min_workers, max_workers, ..self.clone() };
         if !scaled.limits().contains(&num_workers) {
+            let then = match num_workers > max_workers {
+                true => "raise max-workers",
+                false => "lower min-workers",
+            };
             return Err(format!(
-                "this job takes {min_workers} to {max_workers} workers, not {num_workers}: \
-                 change min-workers or max-workers, too"
+                "this job takes {min_workers} to {max_workers} workers, not {num_workers}: {then} \
+                 to {num_workers}, too"
             ));
         }
         let per_pod = self.workers_per_pod;
@@ -228,26 +232,29 @@ impl JobSpec {
 }
 
 impl JobSpec {
-    /// Paths and addresses, with their fields' names: each becomes part of the persisted job.
+    /// Paths and addresses, with their options: each becomes part of the persisted job.
     fn places(&self) -> Vec<(&'static str, &str)> {
         let mut places = vec![
-            ("name", self.name.as_str()),
-            ("training_data", self.options.training_data.as_str()),
+            ("--job-name", self.name.as_str()),
+            ("--training-data", self.options.training_data.as_str()),
         ];
-        places
-            .extend(self.options.checkpoints.as_ref().map(|c| ("checkpoints.dir", c.dir.as_str())));
-        places.extend(self.options.resume_from.as_deref().map(|path| ("resume_from", path)));
+        places.extend(
+            self.options.checkpoints.as_ref().map(|c| ("--checkpoint-dir", c.dir.as_str())),
+        );
+        places.extend(self.options.resume_from.as_deref().map(|path| ("--resume-from", path)));
         if let Some(validation) = &self.options.validation {
-            places.push(("validation.data", &validation.data));
-            places.push(("validation.metric", &validation.metric));
-            places.extend(validation.export_best.as_deref().map(|path| ("export_best", path)));
+            places.push(("--validation-data", &validation.data));
+            places.push(("--best-metric", &validation.metric));
+            places.extend(validation.export_best.as_deref().map(|path| ("--export-best", path)));
         }
         match &self.options.work {
-            Work::Evaluate { model } => places.push(("model", model)),
+            Work::Evaluate { model } => places.push(("--model", model)),
             Work::Predict { model, output, .. } => {
-                places.extend([("model", model.as_str()), ("output", output)])
+                places.extend([("--model", model.as_str()), ("--predictions", output)])
             }
-            Work::Train { export } => places.extend(export.as_deref().map(|path| ("export", path))),
+            Work::Train { export } => {
+                places.extend(export.as_deref().map(|path| ("--export", path)))
+            }
         }
         places
     }

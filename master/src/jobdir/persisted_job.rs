@@ -74,7 +74,6 @@ pub struct JobStart {
     #[serde(flatten)]
     pub began: StartTime,
     /// The hosts of its workers, if they are not on this machine.
-    #[serde(default)]
     pub hosts: Option<Hosts>,
     /// The program's file at that time, and the job's copy of it, if one could be made.
     pub copy: Option<ProgramCopy>,

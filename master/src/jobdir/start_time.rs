@@ -14,7 +14,6 @@ pub struct StartTime {
     #[serde(rename = "began")]
     pub at: SystemTime,
     /// The machine's boot, and its uptime; `None` where the system does not tell them.
-    #[serde(default)]
     pub(super) uptime: Option<(String, Duration)>,
 }
 

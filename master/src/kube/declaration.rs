@@ -117,7 +117,6 @@ pub struct Requested {
 struct Changeable {
     #[serde(flatten)]
     scaling: Scaling,
-    #[serde(default)]
     weight: Option<Weight>,
     suspend: bool,
 }

@@ -158,7 +158,6 @@ pub(crate) fn read(text: &str) -> Result<PersistedJob, String> {
     struct Stored {
         #[serde(flatten)]
         head: Head,
-        #[serde(default)]
         packed: Option<String>,
     }
     let wrong = |error: serde_json::Error| error.to_string();

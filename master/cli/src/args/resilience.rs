@@ -45,7 +45,8 @@ pub(crate) struct ResilienceOptions {
     /// A spare has loaded the program and follows the state of the group, and computes nothing:
     /// with N spares, up to N workers that are lost at once are made up for in milliseconds,
     /// however long a worker takes to start and to receive the state. What is lost then starts
-    /// again as a spare. Each of them needs what a worker needs, and receives each step's sum. With
+    /// again as a spare. There may be at most twice --max-workers. Each of them needs what a worker
+    /// needs, and receives each step's sum. With
     /// tables or --shard-optimizer, spares hold no part of the rows or of the optimizer's state
     /// before they join, so no more workers may be lost at once than without them. A
     /// spare that is silent or has stopped to follow takes no place, and is replaced: after

@@ -259,6 +259,11 @@ impl Group {
         if in_order { &mut self.left } else { &mut self.lost }.push(member);
     }
 
+    /// Notes that the members that are gone have ended in order.
+    pub(crate) fn excuse_losses(&mut self) {
+        self.left.append(&mut self.lost);
+    }
+
     /// Notes that a lost member was unresponsive although its process ran.
     pub(crate) fn note_hung(&mut self) {
         self.is_hung = true;

@@ -2,6 +2,7 @@
 //! has, builds its model, and fetches the group's state.
 
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use elasticdl_proto::{FileList, Generation, HostReport, OrderName, SkippedRecords, WorkerId};
 
@@ -61,6 +62,10 @@ impl Job {
         }
         self.check_host_of(worker);
         self.welcome(worker);
+        if self.has_describer() && self.lifecycle.describing_since.is_none() {
+            self.lifecycle.describing_since = Some(now);
+            self.out.set_timer(now + DESCRIBE_TOLD, Timer::Describe);
+        }
         if was_awaited {
             self.on_awaited_returned(now);
         }
@@ -105,6 +110,24 @@ impl Job {
     /// Whether a worker was asked to describe the data set.
     fn has_describer(&self) -> bool {
         self.workers.connected().any(|(_, w)| w.stage() == Stage::Describing)
+    }
+
+    /// Says that the data set is still being described, after ever longer times: a folder of many
+    /// files on a slow disk would look like a hang.
+    pub(crate) fn on_describe_due(&mut self, now: Time) {
+        let describer = self.workers.connected().find(|(_, w)| w.stage() == Stage::Describing);
+        let Some(since) = self.lifecycle.describing_since else { return };
+        if self.data.files().is_some() || !self.lifecycle.is_running() {
+            return;
+        }
+        let waited = now.since(since);
+        self.out.set_timer(now + waited, Timer::Describe);
+        if let Some((worker, _)) = describer {
+            self.log_event(format!(
+                "worker {worker} still lists the data's files and counts their records, after {} s",
+                waited.as_secs()
+            ));
+        }
     }
 
     /// If the worker that was asked to describe the data set is gone, asks another one.
@@ -178,6 +201,7 @@ impl Job {
             line += &format!(", {} of {}", counted(shards.len().into(), "shard"), shards.sizes());
         }
         self.log_event(line);
+        self.out.cancel_timer(Timer::Describe);
         self.out.mark_dirty_urgent();
         for worker in self.workers.select(|w| !w.is_released()) {
             self.welcome(worker);
@@ -257,3 +281,6 @@ impl Job {
         staying < self.lifecycle.wanted() as usize
     }
 }
+
+/// Time without a list of the data's files after which users are told.
+const DESCRIBE_TOLD: Duration = Duration::from_secs(10);

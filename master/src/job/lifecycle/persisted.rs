@@ -51,7 +51,6 @@ pub struct PersistedJob {
     #[serde(skip)]
     pub(crate) dataset: Option<FileList>,
     /// The order of the records, if a worker has told it.
-    #[serde(default)]
     pub(crate) order: Option<OrderName>,
     pub(crate) parameters: Option<u64>,
     pub(crate) wanted: u32,
@@ -59,7 +58,6 @@ pub struct PersistedJob {
     #[serde(default)]
     pub(crate) requested: Scaling,
     /// The most workers that the policy of `--autoscale` may want; `None` without it.
-    #[serde(default)]
     pub(crate) wanted_max: Option<u32>,
     pub(crate) initial_launches_left: u32,
     pub(crate) failures: u32,

@@ -36,6 +36,8 @@ pub(crate) struct Lifecycle {
     avoided: Option<(String, Time)>,
     pub(super) bad_hosts: BadHosts,
     pub(crate) host_checks: HostChecks,
+    /// When the first worker was asked to describe the data set.
+    pub(crate) describing_since: Option<Time>,
     /// The longest evaluation of the group so far.
     pub(crate) longest_evaluation: Duration,
     /// When a group last began without a state, if this master knows it.
@@ -112,6 +114,7 @@ impl Lifecycle {
             avoided: None,
             bad_hosts: BadHosts::default(),
             host_checks: HostChecks::default(),
+            describing_since: None,
             longest_evaluation: Duration::ZERO,
             began: None,
             takeover: None,

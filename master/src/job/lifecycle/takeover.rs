@@ -87,6 +87,9 @@ impl Job {
         let is_lost = |id| !returning.contains(&id);
         job.group =
             Group::restored(record.membership, record.generation, record.previous_ring, is_lost);
+        if record.suspended && record.launches.is_empty() {
+            job.group.excuse_losses();
+        }
         job.out.mark_dirty();
         if let Some(ending) = record.ending {
             job.restore_ending(now, ending);

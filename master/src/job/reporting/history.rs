@@ -107,7 +107,6 @@ pub(crate) struct Totals {
     #[serde(default)]
     pub(super) audit: AuditSummary,
     pub(super) state_lost: Option<StateLoss>,
-    #[serde(default)]
     pub(super) rows_lost: Option<RowsLoss>,
     /// Records that the data set does not contain.
     pub(super) records_skipped: Option<SkippedRecords>,

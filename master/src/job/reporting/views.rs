@@ -84,7 +84,7 @@ impl Job {
             learning_rate: self.reporting.learning_rate,
             tables: self.reporting.tables,
             eta_s: self.eta_s(now),
-            records_per_s: self.reporting.speed.records_per_s(now),
+            records_per_s: self.records_per_s(now),
             stop_reason: self.lifecycle.stop_reason().map(str::to_owned),
             workers_desired: self.lifecycle.wanted(),
             workers_min: self.spec.min_workers,
@@ -279,6 +279,14 @@ impl Job {
         let records = part(self.data.counted(), self.data.expected());
         let steps = self.spec.options.max_steps.map_or(0.0, |max| part(self.data.step(), max));
         records.max(steps).min(1.0)
+    }
+
+    /// Records committed per second; 0 in a suspended job, whose last ones say nothing.
+    fn records_per_s(&self, now: Time) -> f64 {
+        match self.is_suspended() && !self.is_suspending() {
+            true => 0.0,
+            false => self.reporting.speed.records_per_s(now),
+        }
     }
 
     /// Seconds until the end of the data, of `--max-steps`, or of `--deadline`, at the present

@@ -163,6 +163,15 @@ fn nothing_else_is_started_until_the_data_set_is_known() {
     connect(&mut job, 1);
     let admit = Action::Admit { connection: ConnectionId(1), worker: WorkerId(1) };
     assert_eq!(actions(&mut job), [admit, send(1, MasterMessage::Describe)]);
+    // It may take long.
+    let told = |job: &Job| {
+        let events = job.status(at(0)).events;
+        events.iter().filter(|event| event.contains("worker 1 still lists the data")).count()
+    };
+    for (seconds, times) in [(9, 0), (10, 1), (19, 1), (20, 2), (39, 2), (40, 3)] {
+        job.handle_timeout(at(1000 * seconds));
+        assert_eq!(told(&job), times, "after {seconds} s");
+    }
     deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20])), None));
     let prepare = send(1, MasterMessage::Prepare(dataset(&[20])));
     assert_eq!(actions(&mut job), [prepare, launch(2), launch(3)]);

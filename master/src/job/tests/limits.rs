@@ -44,12 +44,12 @@ fn a_change_is_possible_as_a_whole_or_refused_with_what_would_be_right() {
         let why = of(change).unwrap_err();
         assert!(why.contains(text), "{why}");
     };
-    refused(9.into(), "takes 2 to 6 workers, not 9: change min-workers or max-workers, too");
+    refused(9.into(), "takes 2 to 6 workers, not 9: raise max-workers to 9, too");
     refused(limits(7, None), "min-workers 7 is more than max-workers 6; lower the first");
-    refused(limits(None, 16_385), "max_workers is \"16385\"; it must be at most 16384");
-    refused(limits(0, None), "min_workers is \"0\"; it must be at least 1");
+    refused(limits(None, 16_385), "--max-workers is \"16385\"; it must be at most 16384");
+    refused(limits(0, None), "--min-workers is \"0\"; it must be at least 1");
     let spares = JobSpec { spares: 5, ..spec() };
-    assert!(scaled(&spares, limits(None, 2)).is_err_and(|why| why.contains("twice max_workers")));
+    assert!(scaled(&spares, limits(None, 2)).is_err_and(|why| why.contains("twice --max-workers")));
     let options = WorkerOptions { table_servers: 2, ..spec().options };
     let tables = JobSpec { options, ..spec() };
     assert_eq!(scaled(&tables, limits(1, 6)), Ok([1, 3, 6]));

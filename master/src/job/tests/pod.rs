@@ -62,9 +62,14 @@ fn worker_counts_are_multiples_of_workers_per_pod() {
             ..pods()
         },
     ];
-    let fields =
-        ["min_workers", "num_workers", "max_workers", "workers_per_pod", "workers_per_pod"];
-    assert_eq!(wrong.map(|spec| spec.check().unwrap_err().field), fields);
+    let options = [
+        "--min-workers",
+        "--num-workers",
+        "--max-workers",
+        "--workers-per-pod",
+        "--workers-per-pod",
+    ];
+    assert_eq!(wrong.map(|spec| spec.check().unwrap_err().option), options);
 }
 
 #[test]

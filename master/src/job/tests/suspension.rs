@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use elasticdl_proto::WorkerId;
 use elasticdl_proto::WorkerOptions;
+use elasticdl_proto::{Generation, WorkerId};
 
 use super::super::*;
 use super::directed::{
@@ -86,7 +86,10 @@ fn suspended() -> Job {
 #[test]
 fn workers_end_with_a_checkpoint_and_none_is_started_before_the_job_is_resumed() {
     let mut job = started(with_checkpoints(2), &[20]);
-    deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
+    deliver(&mut job, 1, committed(1, 2, &[(0, 8)]));
+    let message = committed(1, 3, &[(8, 12)]);
+    job.handle(at(900), Event::Message { worker: WorkerId(1), message });
+    assert!(job.status(at(1000)).records_per_s > 0.0);
     job.handle(at(0), Event::Suspend);
     let sent = actions(&mut job);
     assert_eq!((asked_to_suspend(&sent), released(&sent)), (vec![1, 2], vec![]));
@@ -107,6 +110,7 @@ fn workers_end_with_a_checkpoint_and_none_is_started_before_the_job_is_resumed()
     assert_eq!(state(&job), "suspending");
     end_process(&mut job, 2);
     assert_eq!((launches(&actions(&mut job)), state(&job).as_str()), (vec![], "suspended"));
+    assert_eq!(job.status(at(1000)).records_per_s, 0.0);
     job.handle_timeout(at(3_600_000));
     assert_eq!((launches(&actions(&mut job)), job.outcome()), (vec![], None));
 
@@ -249,6 +253,15 @@ fn a_suspended_job_stays_suspended_under_its_next_master() {
     assert_eq!((launches(&actions(&mut next)), state(&next).as_str()), (vec![], "suspended"));
     next.handle(at(3_600_000), Event::Resume);
     assert_eq!(launches(&actions(&mut next)), [3, 4]);
+    // None of its workers was lost.
+    for worker in [3, 4] {
+        connect(&mut next, worker);
+        deliver(&mut next, worker, WorkerMessage::Ready { parameters: 10 });
+    }
+    let summary = next.summary(at(3_600_000));
+    let second =
+        summary.memberships.iter().find(|change| change.generation == Generation(2)).unwrap();
+    assert_eq!((second.cause, &*second.lost), (Cause::Leave, &[][..]));
     // A job that was started suspended and resumed is not suspended again.
     let policies = Policies { starts_suspended: true, ..Policies::default() };
     let mut job = Job::new(JobSpec { policies, ..spec() });

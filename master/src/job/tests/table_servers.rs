@@ -127,21 +127,21 @@ fn the_status_and_the_summary_name_table_servers() {
 
 #[test]
 fn a_job_with_more_table_servers_than_it_may_have_workers_is_refused() {
-    let refused = |spec: JobSpec| spec.check().unwrap_err().field;
+    let refused = |spec: JobSpec| spec.check().unwrap_err().option;
     let work = Work::Evaluate { model: "m".into() };
     assert_eq!(
         refused(JobSpec {
             options: WorkerOptions { table_servers: 1, work, ..spec().options },
             ..spec()
         }),
-        "table_servers"
+        "--table-servers"
     );
     assert_eq!(
         refused(JobSpec {
             options: WorkerOptions { table_servers: u32::MAX, ..spec().options },
             ..spec()
         }),
-        "table_servers"
+        "--table-servers"
     );
     let odd = JobSpec {
         workers_per_pod: 3,
@@ -149,5 +149,5 @@ fn a_job_with_more_table_servers_than_it_may_have_workers_is_refused() {
         options: WorkerOptions { table_servers: 2, ..spec().options },
         ..spec()
     };
-    assert_eq!(refused(odd), "table_servers");
+    assert_eq!(refused(odd), "--table-servers");
 }
