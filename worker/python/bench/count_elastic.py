@@ -12,7 +12,7 @@ records, path = int(sys.argv[1]), sys.argv[2]
 job = et.join()
 net = job.model(Counts(records))
 opt = job.optimizer(torch.optim.SGD(net.parameters(), lr=1.0), reduction="sum")
-for indices in job.sampler(records, micro_batch=8):
+for indices in job.sampler(records, micro_batch=16):
     loss = net(torch.tensor(indices))
     loss.backward()
     if opt.step(loss.detach() / len(indices)):

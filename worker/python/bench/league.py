@@ -135,7 +135,8 @@ def plot(cells, path):
     from matplotlib import pyplot
 
     counts = sorted({cell["workers"] for cell in cells})
-    figure, panels = pyplot.subplots(1, len(counts), figsize=(4.5 * len(counts), 3.2), sharey=True)
+    size = 4.5 * len(counts) + 1.5, 3.2
+    figure, panels = pyplot.subplots(1, len(counts), figsize=size, sharey=True, layout="constrained")
     for workers, panel in zip(counts, [panels] if len(counts) == 1 else panels):
         for name in SYSTEMS:
             line = [c for c in cells if c["system"] == name and c["workers"] == workers]
@@ -149,8 +150,7 @@ def plot(cells, path):
         panel.minorticks_off()
         panel.grid(alpha=0.3)
     figure.axes[0].set_ylabel("goodput, %")
-    figure.axes[0].legend()
-    figure.tight_layout()
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center")
     figure.savefig(path)
 
 
