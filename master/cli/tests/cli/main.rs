@@ -105,7 +105,7 @@ fn an_invalid_option_is_refused_with_its_name_and_valid_values() {
             &["--deterministic", "--global-batch-size"],
         ),
         (&["--deterministic", "--wire-dtype", "bf16"], &["--deterministic", "--wire-dtype f32"]),
-        (&["--param-dtype", "bf16"], &["param_dtype", "f32 without --shard-optimizer"]),
+        (&["--param-dtype", "bf16"], &["--param-dtype", "f32 without --shard-optimizer"]),
         (
             &["--deterministic", "--global-batch-size", "4096", "--micro-batch", "1"],
             &["--deterministic", "--micro-batch 4 or more"],
