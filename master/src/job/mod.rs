@@ -96,6 +96,7 @@ pub use event::{
 };
 pub use job::Job;
 pub use lifecycle::persisted::{DatasetFingerprint, PersistedJob};
+pub(crate) use lifecycle::restart::EXIT_MASTER_LOST;
 #[cfg(test)]
 pub(crate) use lifecycle::restart::is_own_fault;
 pub use policies::{ExitAction, ExitCondition, ExitEvent, ExitRule, Policies, SuccessPolicy};

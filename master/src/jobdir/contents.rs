@@ -77,7 +77,9 @@ pub(super) fn job_checkpoints(path: &Path) -> io::Result<Vec<PathBuf>> {
         let step = name.to_str().and_then(|name| name.strip_prefix("step-")?.split('-').next());
         step.is_some_and(is_number)
     };
-    Ok(names_or_none(path)?.into_iter().filter(is_checkpoint).map(|name| path.join(name)).collect())
+    let named = names_or_none(path)?.into_iter().filter(is_checkpoint).map(|name| path.join(name));
+    // A user may have put a file beside them, such as a converted model.
+    Ok(named.filter(|path| path.symlink_metadata().is_ok_and(|found| found.is_dir())).collect())
 }
 
 /// The complete checkpoints in the folder at `path`; none if it can't be read.
@@ -210,6 +212,7 @@ mod tests {
             "logs/worker-x.log",
             "src/main.rs",
             "checkpoints/mine/step",
+            "checkpoints/step-000000000007-0123abcd-g1.safetensors",
             "lock.rs",
             ".summary.json.tmp",
         ];

@@ -91,7 +91,12 @@ pub enum JobDirError {
 #[non_exhaustive]
 pub enum ResumeError {
     /// It has ended. Start another one.
-    #[error("the job in {} has ended; its summary is in {}", path.display(), summary.display())]
+    #[error(
+        "the job in {} has ended, and its summary is in {}; another job goes on from its \
+         checkpoints with --resume-from",
+        path.display(),
+        summary.display()
+    )]
     Ended {
         /// Directory of the job.
         path: PathBuf,

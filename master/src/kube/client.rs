@@ -237,7 +237,7 @@ pub enum ClusterError {
     /// There is no job of this name.
     #[error(
         "there is no job {job} in the namespace {namespace}; \
-         `elasticdl list` shows the existing ones"
+         `elasticdl list --namespace {namespace}` shows the existing ones"
     )]
     NoSuchJob {
         /// Name of the job.

@@ -507,7 +507,8 @@ mod tests {
             fake.state().throttles.extend([(call, 500, 0); 2]);
         }
         delete(&cluster, "j").await.unwrap();
-        assert_eq!((&*fake.state().deleted, fake.state().throttles.len()), (&["j".into()][..], 0));
+        let left = fake.state().throttles.len();
+        assert_eq!((left, &*fake.state().deleted), (0, &["j".to_owned()][..]));
         assert!(matches!(delete(&cluster, "j").await, Err(ClusterError::NoSuchJob { .. })));
     }
 

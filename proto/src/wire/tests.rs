@@ -550,7 +550,7 @@ fn a_hello_or_welcome_out_of_bounds_is_refused_by_name() {
     assert!(welcome("/batch", json!({"Global": 0})).contains("nonzero"));
     assert!(welcome("/batch", json!({"Global": u64::MAX})).contains("batch"));
     assert!(welcome("/channels", json!(17)).contains("channels"));
-    assert!(welcome("/validation/split", json!(1000)).contains("validation.split"));
+    assert!(welcome("/validation/split", json!(1000)).contains("--validation-split"));
     assert!(welcome("/shuffle/mode", json!("Newer")).contains("`Newer`"));
     assert!(welcome("/link_encryption", json!("Newer")).contains("`Newer`"));
     assert!(welcome("/deterministic", json!(true)).contains("--global-batch-size"));

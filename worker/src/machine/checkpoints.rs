@@ -44,6 +44,11 @@ pub trait CheckpointStore: Debug {
     /// `None`: it does not wait. Users are told of long waits. To be called again and again.
     fn note_wait(&mut self, _wait: Option<(Duration, Duration)>, _is_stopping: bool) {}
 
+    /// The error of the requests that this process repeats, if there is one.
+    fn repeated_error(&self) -> Option<String> {
+        None
+    }
+
     /// Loads the newest complete checkpoint into `parameters` and `slots`; `None`: there is none.
     /// `damaged` is called for each damaged one, with the reason.
     ///
@@ -167,6 +172,10 @@ impl CheckpointStore for StoredCheckpoints {
             (None, _) => self.wait.take().into_iter().for_each(|wait| wait.end(true)),
             _ => {}
         }
+    }
+
+    fn repeated_error(&self) -> Option<String> {
+        wait_status().storage.filter(|_| self.wait.is_none())
     }
 
     fn restore(

@@ -44,12 +44,11 @@ impl<M: Model> Trainer<'_, M> {
                             let times = timed.published(step, self.machine.now() - self.started);
                             tell(CheckpointNews::Saved { step, name, bytes, times });
                         }
-                        Err(_) if is_told => {}
                         Err(error) => tell(CheckpointNews::Failed { step, error }),
                     }
                 }
                 Completion::Written { step, result } => {
-                    if let (Err(error), false) = (&result, is_told) {
+                    if let Err(error) = &result {
                         tell(CheckpointNews::Failed { step, error: error.clone() });
                     }
                     self.session.wrote_part(step, result.map_err(drop));
@@ -62,7 +61,8 @@ impl<M: Model> Trainer<'_, M> {
                 true => "the job stops without a checkpoint unless the write ends soon",
                 false => "no other one is begun before it has",
             };
-            tell(CheckpointNews::Failed { step, error: format!("{HANGS}, and {then}") });
+            let why = store.repeated_error().unwrap_or_else(|| HANGS.into());
+            tell(CheckpointNews::Failed { step, error: format!("{why}, and {then}") });
         }
         store.note_wait(self.session.waits_for_checkpoint(), self.session.is_stopping());
         let has_parameters = self.sharded.as_ref().is_none_or(ShardedOptimizer::is_gathered);

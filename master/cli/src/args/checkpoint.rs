@@ -119,7 +119,7 @@ fn is_path(uri: &str) -> bool {
 
 fn parse_every(text: &str) -> Result<CheckpointEvery, String> {
     let wanted =
-        "it must be a number of steps, for example `200`, or a duration, for example `30s`";
+        "it must be a number of steps from 1, for example `200`, or a duration, for example `30s`";
     if let Ok(steps) = text.parse::<u64>() {
         return NonZeroU64::new(steps)
             .filter(|steps| steps.get() <= STEPS_MAX)

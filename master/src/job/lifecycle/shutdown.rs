@@ -246,6 +246,7 @@ impl Job {
             self.log_unsaved();
         }
         self.reporting.set_error(error);
+        self.lifecycle.was_stopping = self.lifecycle.is_stopping();
         self.lifecycle.phase = Phase::Ending(outcome);
         self.out.mark_dirty_urgent();
         self.out.clear_timers();

@@ -54,6 +54,8 @@ pub(crate) struct Lifecycle {
     pub(super) is_suspended: bool,
     /// The generation that was asked to end with a checkpoint.
     pub(super) suspended_generation: Option<Generation>,
+    /// Whether the job ended because it was stopped, whatever its outcome.
+    pub(crate) was_stopping: bool,
     /// Why the job stops, unless the user asked for it.
     pub(super) stop_reason: Option<String>,
     /// Until when the programs of a complete job are waited for, from the moment on that most of
@@ -123,6 +125,7 @@ impl Lifecycle {
             scheduled_most: None,
             is_suspended: spec.policies.starts_suspended,
             suspended_generation: None,
+            was_stopping: false,
             stop_reason: None,
             awaits_programs_until: None,
             exited_at: None,

@@ -379,7 +379,10 @@ impl Job {
             {
                 (word.records_trained, word.records_trained)
             }
-            _ if self.lifecycle.outcome() == Some(Outcome::Stopped) => {
+            // Also if its model could not be exported.
+            _ if self.lifecycle.outcome() == Some(Outcome::Stopped)
+                || self.lifecycle.was_stopping =>
+            {
                 let trained = word.map_or(counted, |word| word.records_trained);
                 (self.records_asked_for(cache).max(trained), trained)
             }

@@ -38,7 +38,7 @@ pub(super) use self::pod_ref::PodRef;
 use super::calls::CreateOutcome;
 use super::factory::PodFactory;
 use crate::backend_event::BackendEvent;
-use crate::job::{Exit, LaunchId, ReclaimCause, Wait};
+use crate::job::{EXIT_MASTER_LOST, Exit, LaunchId, ReclaimCause, Wait};
 use crate::kube::events::{self, PodWarning};
 use crate::kube::objects::{self, LAUNCH_LABEL};
 use crate::kube::priority_tiers::Weight;
@@ -451,6 +451,9 @@ impl PodTracker {
     /// Handles the end of a launch as its pod reports it.
     fn on_end(&mut self, launch: LaunchId, pod: &Pod, mut end: End) {
         let launched = self.launches.get_mut(&launch);
+        // No master wants a launch that is to be killed.
+        let is_refused = end.cause == Cause::Exited(EXIT_MASTER_LOST)
+            && launched.as_ref().is_some_and(|l| l.kill_at.is_some());
         let (was_terminating, preempted) =
             launched.map_or((false, None), |l| (l.terminating.is_some(), l.preempted.take()));
         match preempted {
@@ -461,6 +464,7 @@ impl PodTracker {
                     self.note_unexplained(launch, pod);
                 }
             }
+            None if is_refused => {}
             None => self.record_event(end.cause, &PodRef::of(pod).name, &end.detail),
         }
         let exit = match exit_of(end) {

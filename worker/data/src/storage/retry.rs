@@ -260,7 +260,9 @@ impl<'a> Waiter<'a> {
         limit: Duration,
     ) -> Self {
         let waiter = Self { waits, address: address.to_owned() };
+        // Those that read the state see the wait with its error.
         let mut state = waits.lock();
+        state.storage = waiter.told(error);
         state.threads += 1;
         if state.since.is_none() {
             state.since = Some(Instant::now());
@@ -268,16 +270,21 @@ impl<'a> Waiter<'a> {
             tracing::warn!(address, %error, limit_s, "storage does not answer; waiting for it");
         }
         drop(state);
-        waiter.note(error);
         FLAG.with_borrow(|flag| flag.iter().for_each(|flag| flag.store(true, Ordering::Release)));
         waiter
     }
 
     fn note(&self, error: &impl Display) {
-        self.waits.lock().storage = match error.to_string() {
+        let told = self.told(error);
+        self.waits.lock().storage = told;
+    }
+
+    /// The address of the storage, with its error.
+    fn told(&self, error: &impl Display) -> String {
+        match error.to_string() {
             text if text.contains(&self.address) => text,
             text => format!("{}: {text}", self.address),
-        };
+        }
     }
 
     /// It waits no longer.

@@ -256,7 +256,9 @@ fn folder_of(source: &Path) -> &Path {
     {
         parts.next_back();
     }
-    Some(parts.as_path()).filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."))
+    Some(parts.as_path())
+        .filter(|path| !path.as_os_str().is_empty())
+        .unwrap_or_else(|| Path::new("."))
 }
 
 /// An absolute path without links, as far as it exists.

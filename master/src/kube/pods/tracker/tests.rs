@@ -140,6 +140,17 @@ fn a_launch_ends_once_and_by_its_own_pod() {
 }
 
 #[test]
+fn a_launch_that_is_not_wanted_any_more_has_not_failed() {
+    for (code, events) in [(70, 0), (1, 1)] {
+        let mut tracker = run();
+        assert_eq!(handle(&mut tracker, 3, PodEvent::Kill(ONE)), []);
+        let actions = handle(&mut tracker, 3, PodEvent::Applied(pod("a", exited(code))));
+        let is_event = |action: &&PodAction| matches!(action, PodAction::RecordEvent(..));
+        assert_eq!(actions.iter().filter(is_event).count(), events, "{actions:?}");
+    }
+}
+
+#[test]
 fn the_pod_of_a_launch_that_ended_meanwhile_is_deleted() {
     let mut tracker = started();
     let actions = handle(&mut tracker, 1, PodEvent::Kill(ONE));
