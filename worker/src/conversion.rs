@@ -23,8 +23,9 @@ pub(crate) struct Conversion {
 }
 
 impl Conversion {
-    /// Reads `ELASTICDL_CONVERT_FROM`, `ELASTICDL_CONVERT_TO` and, with which the command knows that
-    /// the program has converted, `ELASTICDL_CONVERT_DONE`. `None` unless the first two are set.
+    /// Reads `ELASTICDL_CONVERT_FROM`, `ELASTICDL_CONVERT_TO` and, with which the command knows
+    /// that the program has converted, `ELASTICDL_CONVERT_DONE`. `None` unless the first two are
+    /// set.
     pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Option<Self> {
         let from = variable("ELASTICDL_CONVERT_FROM")?;
         let to = variable("ELASTICDL_CONVERT_TO")?;

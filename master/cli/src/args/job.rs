@@ -55,8 +55,8 @@ pub(crate) struct JobOptions {
 
     /// Print what would be started, without starting it.
     ///
-    /// In a cluster this prints the objects that would be created, to be read: the server gives some
-    /// of their values, so `kubectl apply` makes no job of them. It does of a declared job
+    /// In a cluster this prints the objects that would be created, to be read: the server gives
+    /// some of their values, so `kubectl apply` makes no job of them. It does of a declared job
     /// (manifests/README.md).
     #[arg(long, conflicts_with = "detach")]
     pub(crate) dry_run: bool,

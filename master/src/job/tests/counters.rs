@@ -1,8 +1,8 @@
-//! The counters behind the metrics.
+//! The counters behind the metrics, and the records of the summary.
 
 use std::collections::BTreeMap;
 
-use elasticdl_proto::Generation;
+use elasticdl_proto::{Failure, Generation, RecordRange, WorkerOptions};
 
 use super::super::*;
 use super::directed::*;
@@ -106,4 +106,39 @@ fn exits_are_counted_by_reason() {
     end(&mut job, 5, Exit::Code(0));
     let told = counters(&job).ends.get(&End::Terminated).copied();
     assert_eq!(told, None, "{:?}", counters(&job).ends);
+}
+
+/// The first member has trained 8 records in two steps when the job is stopped.
+fn stopped(spec: JobSpec, error: Option<&str>) -> Summary {
+    let mut job = started(spec, &[20]);
+    job.handle(at(100), Event::Stop);
+    let WorkerMessage::Finished(word) = finished(1, 2, 7) else { unreachable!() };
+    let ranges = vec![RecordRange { epoch: 0, start: 0, end: 8 }];
+    let ledger = LedgerReport { epochs_complete: 0, ranges, ..word.ledger };
+    let failure = error.map(|error| Failure { error: error.into(), ranges: Vec::new() });
+    for i in 1..=3 {
+        let (ledger, failure) = (ledger.clone(), failure.clone());
+        let word = Finished { records_trained: 8, ledger, failure, ..word.clone() };
+        deliver(&mut job, i, WorkerMessage::Finished(word));
+    }
+    job.handle_timeout(at(10_100));
+    job.summary(at(10_100))
+}
+
+#[test]
+fn the_rest_of_a_stopped_job_is_not_trained_and_is_expected() {
+    let summary = stopped(spec(), None);
+    let records =
+        RecordsSummary { expected: 40, counted: 8, missing: 0, not_trained: 32, repeated: 0 };
+    assert_eq!((&*summary.state, summary.records), ("stopped", records));
+    let unexported = stopped(spec(), Some("can't write the model"));
+    assert_eq!((&*unexported.state, unexported.records), ("failed", records));
+    // The last step of an epoch has 2 records.
+    let batch = Batch::Global(std::num::NonZeroU64::new(6).unwrap());
+    let asked = JobSpec {
+        options: WorkerOptions { max_steps: Some(5), batch, ..spec().options },
+        ..spec()
+    };
+    let asked = stopped(asked, None).records;
+    assert_eq!(asked, RecordsSummary { expected: 26, not_trained: 18, ..records });
 }

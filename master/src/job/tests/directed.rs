@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use elasticdl_proto::WorkerOptions;
-use elasticdl_proto::{Failure, Generation, RankStep, RecordRange, WorkerId};
+use elasticdl_proto::{Generation, RankStep, RecordRange, WorkerId};
 
 use super::super::*;
 use crate::job::testing::{dataset, spec};
@@ -541,41 +541,6 @@ fn a_stopped_job_drains_its_members_and_ends_within_10_s() {
     end.push(Action::End(Outcome::Stopped));
     assert_eq!(actions(&mut job), end);
     assert_eq!(job.poll_timeout(), None);
-}
-
-/// The first member has trained 8 records in two steps when the job is stopped.
-fn stopped(spec: JobSpec, error: Option<&str>) -> Summary {
-    let mut job = started(spec, &[20]);
-    job.handle(at(100), Event::Stop);
-    let WorkerMessage::Finished(word) = finished(1, 2, 7) else { unreachable!() };
-    let ranges = vec![RecordRange { epoch: 0, start: 0, end: 8 }];
-    let ledger = LedgerReport { epochs_complete: 0, ranges, ..word.ledger };
-    let failure = error.map(|error| Failure { error: error.into(), ranges: Vec::new() });
-    for i in 1..=3 {
-        let (ledger, failure) = (ledger.clone(), failure.clone());
-        let word = Finished { records_trained: 8, ledger, failure, ..word.clone() };
-        deliver(&mut job, i, WorkerMessage::Finished(word));
-    }
-    job.handle_timeout(at(10_100));
-    job.summary(at(10_100))
-}
-
-#[test]
-fn the_rest_of_a_stopped_job_is_not_trained_and_is_expected() {
-    let summary = stopped(spec(), None);
-    let records =
-        RecordsSummary { expected: 40, counted: 8, missing: 0, not_trained: 32, repeated: 0 };
-    assert_eq!((&*summary.state, summary.records), ("stopped", records));
-    let unexported = stopped(spec(), Some("can't write the model"));
-    assert_eq!((&*unexported.state, unexported.records), ("failed", records));
-    // The last step of an epoch has 2 records.
-    let batch = Batch::Global(std::num::NonZeroU64::new(6).unwrap());
-    let asked = JobSpec {
-        options: WorkerOptions { max_steps: Some(5), batch, ..spec().options },
-        ..spec()
-    };
-    let asked = stopped(asked, None).records;
-    assert_eq!(asked, RecordsSummary { expected: 26, not_trained: 18, ..records });
 }
 
 #[test]
