@@ -79,7 +79,7 @@ pub(super) fn job_checkpoints(path: &Path) -> io::Result<Vec<PathBuf>> {
     };
     let named = names_or_none(path)?.into_iter().filter(is_checkpoint).map(|name| path.join(name));
     // A user may have put a file beside them, such as a converted model.
-    Ok(named.filter(|path| path.symlink_metadata().is_ok_and(|found| found.is_dir())).collect())
+    Ok(named.filter(|path| path.is_dir()).collect())
 }
 
 /// The complete checkpoints in the folder at `path`; none if it can't be read.
