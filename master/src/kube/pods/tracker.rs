@@ -451,9 +451,7 @@ impl PodTracker {
     /// Handles the end of a launch as its pod reports it.
     fn on_end(&mut self, launch: LaunchId, pod: &Pod, mut end: End) {
         let launched = self.launches.get_mut(&launch);
-        // No master wants a launch that is to be killed.
-        let is_refused = end.cause == Cause::Exited(EXIT_MASTER_LOST)
-            && launched.as_ref().is_some_and(|l| l.kill_at.is_some());
+        let is_unwanted = launched.as_ref().is_some_and(|l| l.kill_at.is_some());
         let (was_terminating, preempted) =
             launched.map_or((false, None), |l| (l.terminating.is_some(), l.preempted.take()));
         match preempted {
@@ -464,7 +462,7 @@ impl PodTracker {
                     self.note_unexplained(launch, pod);
                 }
             }
-            None if is_refused => {}
+            None if is_unwanted && end.cause == Cause::Exited(EXIT_MASTER_LOST) => {}
             None => self.record_event(end.cause, &PodRef::of(pod).name, &end.detail),
         }
         let exit = match exit_of(end) {
