@@ -32,7 +32,13 @@ def _execute(program, texts):
     for name in [name for name in os.environ if name.startswith("ELASTICDL_")]:
         del os.environ[name]
     sys.argv = ["-c"]
-    exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
+    # As of a process that has not been forked here.
+    multiprocessing.set_start_method("fork", force=True)
+    try:
+        exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
 
 
 TIMEOUT = 300
