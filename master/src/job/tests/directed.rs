@@ -3,7 +3,6 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use elasticdl_proto::WorkerOptions;
 use elasticdl_proto::{Generation, RankStep, RecordRange, WorkerId};
 
 use super::super::*;
