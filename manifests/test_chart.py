@@ -1,10 +1,15 @@
-"""Tests of the chart in this folder, by the engine of Helm, which ``.ci/python`` installs."""
+"""Tests of the chart in this folder, by the engine of Helm, which ``.ci/python`` installs.
+
+With a cluster that has the image of ``.ci/test-image``, in KUBECONFIG, a release is installed
+there, too: ``python -m unittest test_chart.Cluster``.
+"""
 
 import json
 import os
 import pathlib
 import subprocess
 import tempfile
+import time
 import tomllib
 import unittest
 
@@ -16,6 +21,7 @@ except ImportError as error:
 
 HERE = pathlib.Path(__file__).parent
 OPTIONS = "elasticdl/options"
+IMAGE = os.environ.get("ELASTICDL_TEST_IMAGE", "localhost/elasticdl-tests:dev")
 
 
 def objects(text):
@@ -164,6 +170,52 @@ class Chart(unittest.TestCase):
         ):
             with self.assertRaisesRegex(helm.HelmValuesError, named):
                 rendered(values)
+
+
+@unittest.skipUnless("KUBECONFIG" in os.environ, "set KUBECONFIG to a cluster for tests")
+class Cluster(unittest.TestCase):
+    namespace = "elasticdl-chart"
+
+    def kubectl(self, *words):
+        command = ["kubectl", "--namespace", self.namespace, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def pods(self, role):
+        """The uids of the running pods of a role."""
+        listed = self.kubectl("get", "pods", "-l", f"elasticdl/role={role}", "-o", "json")
+        running = [p for p in json.loads(listed)["items"] if p["status"]["phase"] == "Running"]
+        return {pod["metadata"]["uid"] for pod in running}
+
+    def wait_for(self, what, is_so):
+        until = time.monotonic() + 120
+        while not is_so():
+            if time.monotonic() > until:
+                self.fail(f"{what}\n" + self.kubectl("get", "pods,jobs,events"))
+            time.sleep(0.5)
+
+    def test_a_release_trains_is_scaled_by_an_upgrade_and_leaves_nothing(self):
+        def values(num_workers):
+            resources = "cpu=10m,memory=64Mi"
+            program = "counting --records 6000 --micros-per-record 3000".split()
+            sizes = {"num-workers": num_workers, "num-epochs": 50}
+            options = {"training-data": "/data", **sizes, "program": program}
+            options.update({f"{role}-resources": resources for role in ("master", "worker")})
+            return {"jobs": {"count": {"image": IMAGE, "options": options}}}
+
+        with helm.Config(namespace=self.namespace) as config:
+            self.addCleanup(self.kubectl, "delete", "namespace", self.namespace)
+            config.install(HERE, "release", values(2), create_namespace=True)
+            self.wait_for("two workers", lambda: len(self.pods("worker")) == 2)
+            before = self.pods("master") | self.pods("worker")
+            config.upgrade(HERE, "release", values(2))
+            config.upgrade(HERE, "release", values(3))
+            self.wait_for("three workers", lambda: len(self.pods("worker")) == 3)
+            self.assertLess(before, self.pods("master") | self.pods("worker"))
+            config.uninstall("release")
+            kinds = "pods,jobs,services,configmaps,secrets"
+            left = lambda: self.kubectl("get", kinds, "-o", "name").split()
+            ours = lambda: [name for name in left() if "count" in name or "release" in name]
+            self.wait_for("the release is gone", lambda: not ours())
 
 
 if __name__ == "__main__":

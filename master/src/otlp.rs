@@ -211,13 +211,13 @@ impl Traces {
         format!("{}: {what}", self.address)
     }
 
-    /// Returns the error of the last attempt. `is_told`: whether `news` has the newest error.
+    /// Returns the error of the last attempt.
     async fn send_until_end(
         &mut self,
         known: &mut watch::Receiver<Option<Snapshot>>,
         news: &mpsc::Sender<Event>,
-        is_told: &mut bool,
     ) -> Option<String> {
+        let mut is_told = false;
         loop {
             let is_open = wait(known, SEND_INTERVAL).await;
             let snapshot = known.borrow_and_update().clone();
@@ -226,21 +226,20 @@ impl Traces {
             if !is_open {
                 return error;
             }
-            if error.is_some() != *is_told {
+            if error.is_some() != is_told {
                 match &error {
                     Some(error) => warn!(error, "the collector does not take the job's traces"),
                     None => info!("the collector takes the job's traces again"),
                 }
                 let _ = news.try_send(Event::Traced { error: error.clone() });
             }
-            *is_told = error.is_some();
+            is_told = error.is_some();
         }
     }
 }
 
 /// Sends the spans of a job to the collector until the job ends. `news` gets the first of several
-/// failures, and the first success after it. Returns why the collector does not have all, unless
-/// that has been told.
+/// failures, and the first success after it. Returns why the collector does not have all.
 pub(crate) async fn follow(
     mut traces: Traces,
     mut known: watch::Receiver<Option<Snapshot>>,
@@ -251,12 +250,10 @@ pub(crate) async fn follow(
         while ends.changed().await.is_ok() {}
         tokio::time::sleep(END_TIMEOUT).await;
     };
-    let mut is_told = false;
-    let error = tokio::select! {
-        error = traces.send_until_end(&mut known, &news, &mut is_told) => error,
+    tokio::select! {
+        error = traces.send_until_end(&mut known, &news) => error,
         () = late => Some(traces.error(NO_ANSWER)),
-    };
-    error.filter(|_| !is_told)
+    }
 }
 
 /// A part of an interval.

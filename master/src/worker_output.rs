@@ -8,6 +8,8 @@ use std::fs::{self, File};
 use std::io::{self, Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 
+use elasticdl_proto::log_line_as_text;
+
 use crate::job::LaunchId;
 use crate::jobdir;
 
@@ -119,6 +121,18 @@ impl Tail {
     }
 }
 
+/// The last lines of a log, or of its end, without control characters; `None` if it has none.
+pub(crate) fn last_lines(text: &str) -> Option<String> {
+    let printed: Vec<String> = text
+        .lines()
+        .map(|line| log_line_as_text(line).unwrap_or_else(|| line.into()))
+        .map(|line| plain(&line, LAST_LINE_BYTES_MAX))
+        .filter(|line| !line.trim().is_empty())
+        .collect();
+    let last = printed[printed.len().saturating_sub(LAST_LINES_MAX)..].join("\n");
+    (!last.is_empty()).then_some(last)
+}
+
 /// `line` without escape sequences and other control characters, truncated to about `bytes_max`.
 pub(crate) fn plain(line: &str, bytes_max: usize) -> String {
     let mut text = String::new();
@@ -145,6 +159,8 @@ const MARK: u8 = 0x1e;
 const BYTES_MAX: u64 = 64 << 10;
 /// Length at which a line is cut.
 const LINE_BYTES_MAX: usize = 4 << 10;
+pub(crate) const LAST_LINES_MAX: usize = 8;
+pub(crate) const LAST_LINE_BYTES_MAX: usize = 160;
 
 #[cfg(test)]
 mod tests {

@@ -16,6 +16,7 @@ mod ids;
 mod inspection;
 mod job;
 mod ledger;
+mod limiting_link;
 mod log;
 mod members;
 mod membership;
@@ -44,6 +45,7 @@ pub use job::{
     Work, WorkerOptions, failed_export,
 };
 pub use ledger::Ledger;
+pub use limiting_link::LimitingLink;
 pub use log::{LogFormat, log_line_as_text};
 #[cfg(feature = "log")]
 pub use log::{LogLines, LogSource, set_log_generation};
@@ -51,7 +53,7 @@ pub use members::Members;
 pub use membership::{Hello, Location, Membership, Phases, Resume, Stall};
 pub use message::{
     CheckpointNews, CheckpointTimes, Committed, Evaluated, Failure, Finished, Heartbeat, Kept,
-    LedgerReport, MasterMessage, RankStep, StepTimes, Usage, WorkerMessage,
+    LedgerReport, LinkPace, MasterMessage, RankStep, StepTimes, Usage, WorkerMessage,
 };
 pub use order::{Access, Order, OrderName};
 pub use ranges::{RangeSet, RecordRange};

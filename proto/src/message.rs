@@ -41,6 +41,23 @@ pub struct Heartbeat {
     /// Steps that its trainer's state contained when the trainer began its present task, 0 without
     /// a state; `None` before it has a trainer.
     pub step: Option<u64>,
+    /// The link of this worker that the network limits most, now and then; `None` also for a worker
+    /// without links over TCP.
+    pub link_pace: Option<LinkPace>,
+}
+
+/// A link from one member to another one, over some seconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinkPace {
+    /// The member that receives.
+    pub to: WorkerId,
+    /// Time of the measurement; not zero.
+    pub measured: Duration,
+    /// Part of it in which bytes waited to be sent while others were on their way: the network
+    /// limited the link, and neither of its ends did.
+    pub limited: Duration,
+    /// Bytes that arrived.
+    pub bytes: u64,
 }
 
 /// What a worker's process uses of its machine.

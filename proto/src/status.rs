@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::host::HostReport;
 use crate::ids::{Generation, LaunchId, WorkerId};
+use crate::limiting_link::LimitingLink;
 use crate::message::Evaluated;
 use crate::row_touches::TablesStatus;
 use crate::spares::Spares;
@@ -97,6 +98,9 @@ pub struct Status {
     pub priority_tiers: Vec<PriorityTierStatus>,
     /// The transport of the all-reduce, as text; `None` before the first step.
     pub allreduce_transport: Option<String>,
+    /// The link whose network limits the steps; `None` if there is none, or more than one and of
+    /// several hosts.
+    pub limiting_link: Option<LimitingLink>,
     /// The model's tables, as last reported; `None` if it has none.
     pub tables: Option<TablesStatus>,
     /// The newest evaluation; of an evaluate job, its result.
@@ -387,6 +391,15 @@ pub(crate) mod tests {
                 workers: 1,
             }],
             allreduce_transport: Some("TCP".into()),
+            limiting_link: Some(LimitingLink {
+                from: WorkerId(3),
+                from_host: Some("b".into()),
+                to: WorkerId(4),
+                to_host: Some("c".into()),
+                host: Some("b".into()),
+                limited: 0.75,
+                bytes_per_s: 1.5e6,
+            }),
             tables: Some(TablesStatus { rows: 30, touches: 64, shards_at_risk: 5 }),
             evaluated: Some(Evaluated {
                 step: 9,
@@ -479,6 +492,10 @@ pub(crate) mod tests {
         expected["autoscale"] = json!("2 workers make 20000 records/s; trying 3");
         expected["learning_rate"] = json!(0.125);
         expected["eta_s"] = json!(64.0);
+        expected["limiting_link"] = json!({
+            "from": 3, "from_host": "b", "to": 4, "to_host": "c", "host": "b", "limited": 0.75,
+            "bytes_per_s": 1.5e6,
+        });
         expected["tables"] = json!({"rows": 30, "touches": 64, "shards_at_risk": 5});
         assert_eq!(json, expected);
         let read: Status = serde_json::from_value(json).unwrap();
@@ -513,6 +530,7 @@ pub(crate) mod tests {
             "stop_reason",
             "autoscale",
             "allreduce_transport",
+            "limiting_link",
             "tables",
             "evaluated",
             "evaluated_best",

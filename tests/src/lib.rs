@@ -12,6 +12,7 @@ mod figures;
 mod half_parameters;
 mod job;
 mod job_fixture;
+mod kube_api;
 mod network;
 mod page;
 mod process;
@@ -34,6 +35,7 @@ pub use figures::{
 pub use half_parameters::HalfParameters;
 pub use job::{Command, Ended, Running, assert_exactly_once, each_once, once_of, read_summary};
 pub use job_fixture::{JobFixture, KILLS_MAX, Programs};
+pub use kube_api::KubeApi;
 pub use network::{Capture, Network, Observed};
 pub use page::Page;
 pub use process::{assert_end, is_alive, send};

@@ -65,12 +65,26 @@ struct State {
     requests_hit: u64,
 }
 
+/// Starts a server on loopback. A thread serves each connection.
+pub(crate) fn start<S: Clone + Send + 'static>(
+    make: impl FnOnce(SocketAddr) -> S,
+    serve: impl Fn(&S, TcpStream) + Copy + Send + 'static,
+) -> S {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback has a free port");
+    let server = make(listener.local_addr().expect("a listener has an address"));
+    let serving = server.clone();
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let server = serving.clone();
+            std::thread::spawn(move || serve(&server, stream));
+        }
+    });
+    server
+}
+
 impl S3 {
     /// Starts a server. `seed`: of its faults.
     pub fn start(fault_rates: FaultRates, seed: u64) -> Self {
-        let listener =
-            TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback has a free port");
-        let address = listener.local_addr().expect("a listener has an address");
         let state = Arc::new(Mutex::new(State {
             objects: BTreeMap::new(),
             written: 0,
@@ -81,15 +95,7 @@ impl S3 {
             rng: ChaCha8Rng::seed_from_u64(seed),
             requests_hit: 0,
         }));
-        let server = Self { address, state };
-        let serving = server.clone();
-        std::thread::spawn(move || {
-            for stream in listener.incoming().flatten() {
-                let server = serving.clone();
-                std::thread::spawn(move || drop(server.serve(stream)));
-            }
-        });
-        server
+        start(|address| Self { address, state }, |server, stream| drop(server.serve(stream)))
     }
 
     /// The environment variables that a process needs to use it, as `NAME=value`.
@@ -181,18 +187,18 @@ enum Kind {
     None,
 }
 
-struct Request {
-    method: String,
-    /// Bucket and key, or the bucket alone.
-    name: String,
-    query: BTreeMap<String, String>,
+pub(crate) struct Request {
+    pub(crate) method: String,
+    /// The path: bucket and key, or the bucket alone.
+    pub(crate) name: String,
+    pub(crate) query: BTreeMap<String, String>,
     range: Option<(usize, usize)>,
-    body: Vec<u8>,
+    pub(crate) body: Vec<u8>,
 }
 
 impl Request {
     /// Reads the next request; `None` at the connection's end.
-    fn read(reader: &mut BufReader<TcpStream>) -> std::io::Result<Option<Self>> {
+    pub(crate) fn read(reader: &mut BufReader<TcpStream>) -> std::io::Result<Option<Self>> {
         let mut line = String::new();
         if reader.read_line(&mut line)? == 0 {
             return Ok(None);
@@ -233,18 +239,18 @@ impl Request {
     }
 }
 
-struct Reply {
+pub(crate) struct Reply {
     status: u16,
     headers: String,
     body: Vec<u8>,
 }
 
 impl Reply {
-    fn new(status: u16, body: impl Into<Vec<u8>>) -> Self {
+    pub(crate) fn new(status: u16, body: impl Into<Vec<u8>>) -> Self {
         Self { status, headers: String::new(), body: body.into() }
     }
 
-    fn write(&self, mut stream: &TcpStream, head_only: bool) -> std::io::Result<()> {
+    pub(crate) fn write(&self, mut stream: &TcpStream, head_only: bool) -> std::io::Result<()> {
         let (status, length) = (self.status, self.body.len());
         let mut bytes = format!(
             "HTTP/1.1 {status} x\r\ncontent-length: {length}\r\n\

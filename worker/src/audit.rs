@@ -9,7 +9,7 @@ use xxhash_rust::xxh3::Xxh3Default;
 use crate::buckets::{Gradients, RecordKeys};
 use crate::failure::call_user;
 use crate::metrics;
-use crate::model::{Model, NamedTensor, tables_of, tensors_of};
+use crate::model::{Model, NamedTensor, tensors_of};
 use crate::split::PartReader;
 use crate::trainer::is_on_gpu;
 
@@ -35,9 +35,7 @@ impl PartDigest {
 /// # Errors
 /// Why not, and what would be right.
 pub(crate) fn check_audited<M: Model>(model: &mut M, tables: &[Table]) -> Result<(), String> {
-    let why = if model.as_bridge().is_some() {
-        "the loop of a PyTorch program computes its micro-batches itself, each of them once"
-    } else if is_on_gpu(model) {
+    let why = if is_on_gpu(model) {
         "the model computes on a GPU, whose results can differ from one run to the next"
     } else if !tables.is_empty() {
         "the model has tables, whose rows are looked up for a worker's own records"
@@ -59,11 +57,10 @@ pub(crate) fn try_twice<M: Model>(
     dataset: &Dataset,
 ) -> Result<(), String> {
     let Some(file) = dataset.files.iter().find(|file| file.records > 0) else { return Ok(()) };
-    if options.audit == 0 {
+    // The loop of a program computes a step: its first one is audited.
+    if options.audit == 0 || model.as_bridge().is_some() {
         return Ok(());
     }
-    let tables = tables_of(model)?;
-    check_audited(model, &tables)?;
     let mut parameters = vec![0.0; NamedTensor::count(&tensors_of(model)?)];
     call_user("initialize()", || model.initialize(options.seed, &mut parameters))?;
     let most = model.max_micro_batch().map_or(RECORDS_TRIED, |most| most.max(1) as u64);

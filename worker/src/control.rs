@@ -34,6 +34,7 @@ use self::storage::StorageReporter;
 use crate::environment::{EXIT_MASTER_LOST, Environment};
 use crate::failure::causes;
 use crate::host_check;
+use crate::inspection::paces::PaceSampler;
 use crate::inspection::{Inspector, stall_of};
 use crate::messages::{ControlEvent, Outbox};
 use crate::session::control::{ControlState, WelcomeError};
@@ -88,6 +89,7 @@ impl Control {
             holds_state: Arc::clone(&outbox.holds_state),
             storage: StorageReporter::default(),
             usage: UsageReporter::default(),
+            paces: PaceSampler::new(),
             inspector,
             folders: vec![std::env::temp_dir()],
         };
@@ -127,6 +129,8 @@ struct Stream {
     storage: StorageReporter,
     /// Reports of what this process uses.
     usage: UsageReporter,
+    /// Measurements of links to other members.
+    paces: PaceSampler,
     /// Reports of what this process does.
     inspector: Inspector,
     /// Folders that this worker writes to.
@@ -279,6 +283,7 @@ impl Stream {
         };
         let mut heartbeats = tokio::time::interval(heartbeat);
         heartbeats.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut next_sample = tokio::time::Instant::now();
         loop {
             tokio::select! {
                 message = link.incoming.next() => {
@@ -316,11 +321,16 @@ impl Stream {
                     let holds_state = self.holds_state.load(Ordering::Relaxed);
                     let usage = self.usage.poll();
                     let step = self.inspector.activity.step();
-                    let heartbeat = Heartbeat { stall, holds_state, usage, step };
+                    let members = self.state.membership().map(|it| &*it.members);
+                    let link_pace = self.paces.poll(members.unwrap_or_default());
+                    let heartbeat = Heartbeat { stall, holds_state, usage, step, link_pace };
                     link.send(WorkerMessage::Heartbeat(heartbeat));
                     if let Some(wait) = self.storage.poll() {
                         link.send(wait);
                     }
+                }
+                () = tokio::time::sleep_until(next_sample) => {
+                    next_sample = tokio::time::Instant::now() + self.paces.sample();
                 }
                 () = sigterm.received() => {
                     if let Some(leaving) = self.state.terminate() {

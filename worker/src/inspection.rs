@@ -15,6 +15,7 @@
 
 pub(crate) mod activity;
 mod links;
+pub(crate) mod paces;
 pub(crate) mod program;
 mod stacks;
 mod symbols;

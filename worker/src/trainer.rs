@@ -151,6 +151,7 @@ impl<M: Model> Trainer<'_, M> {
             Task::Broadcast { root, what } => self.broadcast(root, what),
             Task::BuildNccl => self.build_nccl(),
             Task::Compute { ranges, is_first } => {
+                self.compare_own();
                 let computed = match self.exact {
                     Some(_) => self.compute_micro_batches(&ranges, is_first),
                     None => self.compute(&ranges, is_first),

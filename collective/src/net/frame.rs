@@ -1,18 +1,22 @@
 //! Header of every frame on a ring link. Pure.
 //!
 //! ```text
-//! magic kind generation sequence step segment origin note bytes total bytes body bytes │ note body
-//!   u32  u32        u64      u64  u32     u32    u32        u32         u64        u32 │
+//! magic kind generation sequence step segment origin note bytes total bytes body bytes digest │
+//!   u32  u32        u64      u64  u32     u32    u32        u32         u64        u32    u64 │
+//! note body
 //! ```
 //!
 //! All fields are little endian. The body holds elements of the operation's buffer in their memory
 //! representation, little endian: f32, or 16-bit elements if the kind says so. The note is the
-//! caller's header of an all-reduce, block of an all-gather or payload of an exchange.
+//! caller's header of an all-reduce, block of an all-gather or payload of an exchange. The digest
+//! is the XXH3 of the fields before it: a receiver would wait for ever for a changed length.
 //!
 //! **Invariant:** a receiver knows every field but the length of the note beforehand, and accepts
 //! no other value.
 
 use std::fmt::Debug;
+
+use xxhash_rust::xxh3::xxh3_64;
 
 /// Frame header; describes the note and the body that follow it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -80,6 +84,8 @@ impl Frame {
             target.copy_from_slice(field);
             rest = after;
         }
+        let digest = xxh3_64(&bytes[..FIELDS_BYTES]);
+        bytes[FIELDS_BYTES..].copy_from_slice(&digest.to_le_bytes());
         bytes
     }
 
@@ -92,6 +98,10 @@ impl Frame {
         let magic = take_u32(&mut rest);
         if magic != MAGIC {
             return Err(format!("expected a frame, got bytes that begin with {magic:#010x}"));
+        }
+        let (fields, digest) = bytes.split_at(FIELDS_BYTES);
+        if *digest != xxh3_64(fields).to_le_bytes() {
+            return Err("expected a frame header, got one that was changed on the way".to_owned());
         }
         let kind = Kind::try_from(take_u32(&mut rest))?;
         Ok(Self {
@@ -164,9 +174,12 @@ pub(crate) fn to_wire(number: usize) -> u32 {
 }
 
 /// Length of a frame header.
-pub(crate) const FRAME_BYTES: usize = 52;
+pub(crate) const FRAME_BYTES: usize = FIELDS_BYTES + size_of::<u64>();
 
-const MAGIC: u32 = u32::from_le_bytes(*b"EDL1");
+/// Length of what its digest covers.
+const FIELDS_BYTES: usize = 52;
+
+pub(crate) const MAGIC: u32 = u32::from_le_bytes(*b"EDL2");
 
 fn same<T: Debug + PartialEq>(what: &str, got: T, expected: T) -> Result<(), String> {
     if got == expected {
@@ -232,8 +245,15 @@ mod tests {
     #[test]
     fn other_bytes_are_not_a_frame() {
         assert!(Frame::decode(&[0; FRAME_BYTES]).unwrap_err().contains("expected a frame"));
+        for bit in 0..8 * FRAME_BYTES {
+            let mut bytes = FRAME.encode();
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            assert!(Frame::decode(&bytes).is_err(), "bit {bit}");
+        }
         let mut bytes = FRAME.encode();
         bytes[4] = 99;
+        let digest = xxh3_64(&bytes[..FIELDS_BYTES]).to_le_bytes();
+        bytes[FIELDS_BYTES..].copy_from_slice(&digest);
         assert_eq!(Frame::decode(&bytes), Err("expected an operation, got number 99".to_owned()));
     }
 }

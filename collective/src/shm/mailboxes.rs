@@ -17,7 +17,7 @@
 
 use rustix::event::PollFd;
 
-use super::op_headers::OpHeaders;
+use super::op_headers::{self, OpHeaders};
 use super::region::CounterSlot::{Begun, Delivered};
 use super::region::{LINE_BYTES, SharedRegion, WaitContext};
 use crate::net::spin_wait::SpinWait;
@@ -222,7 +222,7 @@ impl Letters<'_> {
         };
         let slot = mailboxes.slot(slots.own(), self.peer, number);
         if !self.is_begun {
-            let header = [sequence, payload.len() as u64];
+            let header = op_headers::seal([sequence, payload.len() as u64, 0]);
             region.memory.write(slot, bytemuck::cast_slice(&header));
             self.is_begun = true;
         }
@@ -243,9 +243,12 @@ impl Letters<'_> {
         let bytes = match incoming.bytes {
             Some(bytes) => bytes,
             None => {
-                let mut header = [0_u64; 2];
+                let mut header = [0_u64; 4];
                 region.memory.read(slot, bytemuck::cast_slice_mut(&mut header));
-                let bytes = check_header(header, sequence, &incoming.payload)
+                let bytes = op_headers::open(header)
+                    .and_then(|[its, bytes, _]| {
+                        check_header([its, bytes], sequence, &incoming.payload)
+                    })
                     .map_err(|reason| region.broken(self.peer, reason))?;
                 if let Incoming::Any(payload) = &mut incoming.payload {
                     payload.clear();

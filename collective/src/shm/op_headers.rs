@@ -1,5 +1,7 @@
-//! Operation headers: each rank posts its sequence number, the length of its buffer and a note when
-//! it begins an operation.
+//! Operation headers: each rank posts its sequence number, the length of its buffer, the length of
+//! its note, a digest of these three, and the note when it begins an operation.
+
+use xxhash_rust::xxh3::xxh3_64;
 
 use super::notes::Notes;
 use super::region::{SharedRegion, WaitContext};
@@ -29,7 +31,7 @@ impl OpHeaders {
         len: usize,
     ) {
         let offset = self.offset(region.local.rank, operation);
-        let header = [sequence, len as u64, note.len() as u64];
+        let header = seal([sequence, len as u64, note.len() as u64]);
         region.memory.write(offset, bytemuck::cast_slice(&header));
         if note.len() <= NOTE_BYTES {
             region.memory.write(offset + HEADER_BYTES, note);
@@ -53,9 +55,10 @@ impl OpHeaders {
         let mut is_too_long = false;
         for local_rank in 0..self.world {
             let offset = self.offset(local_rank, operation);
-            let mut header = [0_u64; 3];
+            let mut header = [0; 4];
             region.memory.read(offset, bytemuck::cast_slice_mut(&mut header));
-            let [sequence, its_len, note_bytes] = header;
+            let [sequence, its_len, note_bytes] =
+                open(header).map_err(|reason| region.broken(local_rank, reason))?;
             if sequence != context.sequence {
                 let reason =
                     format!("expected sequence number {}, got {sequence}", context.sequence);
@@ -83,10 +86,44 @@ impl OpHeaders {
     }
 }
 
-const HEADER_BYTES: usize = 24;
+/// Numbers, and their digest.
+pub(super) fn seal(numbers: [u64; 3]) -> [u64; 4] {
+    let [first, second, third] = numbers;
+    [first, second, third, xxh3_64(bytemuck::cast_slice(&numbers))]
+}
+
+/// Returns the numbers that were [sealed](seal).
+///
+/// # Errors
+/// A message, if a bit has changed in memory.
+pub(super) fn open(header: [u64; 4]) -> Result<[u64; 3], String> {
+    let [first, second, third, _] = header;
+    match seal([first, second, third]) == header {
+        true => Ok([first, second, third]),
+        false => Err("expected a header, got one that was changed in memory".to_owned()),
+    }
+}
+
+const HEADER_BYTES: usize = 32;
 
 /// Takes the place of the length of a buffer.
 const EXCHANGE: usize = usize::MAX;
 
 /// Maximum length of a note in the region; longer notes are exchanged over TCP.
 pub(super) const NOTE_BYTES: usize = (16 << 10) - HEADER_BYTES;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_header_with_a_flipped_bit_is_refused() {
+        let header = seal([1, 2, 3]);
+        assert_eq!(open(header), Ok([1, 2, 3]));
+        for bit in 0..256 {
+            let mut flipped = header;
+            flipped[bit / 64] ^= 1 << (bit % 64);
+            assert!(open(flipped).is_err(), "bit {bit}");
+        }
+    }
+}

@@ -74,7 +74,10 @@ impl News {
                 "waiting" => Some("JobWaits"),
                 _ => None,
             };
-            let last = status.events.last().map(|line| format!(": {line}")).unwrap_or_default();
+            // What is logged later may be of something else.
+            let has_cause = !matches!(&*self.state, "completed" | "suspended");
+            let last = status.events.last().filter(|_| has_cause);
+            let last = last.map(|line| format!(": {line}")).unwrap_or_default();
             let message = format!("the job is {} at step {}{last}", self.state, status.step);
             news.extend(reason.map(|reason| (reason, message)));
         }
@@ -115,10 +118,13 @@ mod tests {
         assert_eq!(news.take(&status, 0), told);
         assert_eq!(news.take(&status, 0), []);
         (status.state, status.step) = ("suspended".into(), 90);
-        status.events = vec!["its state is in a checkpoint".into()];
-        let told = "the job is suspended at step 90: its state is in a checkpoint".to_owned();
+        status.events = vec!["worker 3 has left".into()];
+        let told = "the job is suspended at step 90".to_owned();
         assert_eq!(news.take(&status, 0), [("JobSuspended", told)]);
         assert_eq!(news.take(&status, 0), []);
+        (status.state, status.events) = ("waiting".into(), vec!["its data are missing".into()]);
+        let told = "the job is waiting at step 90: its data are missing".to_owned();
+        assert_eq!(news.take(&status, 0), [("JobWaits", told)]);
         assert_eq!(news.take(&status, 1)[0].0, "StateLost");
         assert_eq!(news.take(&status, 1), []);
     }

@@ -72,6 +72,8 @@ pub struct Document {
     pub options: Option<String>,
     /// Fields of a `TrainJob`. `None`: the document is a Job.
     pub train_job: Option<TrainJobSpec>,
+    /// Whether the document is a Job that is suspended.
+    pub suspend: bool,
 }
 
 /// Who has the name of a declared job in the cluster.
@@ -353,13 +355,15 @@ impl DocumentWatch {
 
 impl From<Job> for Document {
     fn from(job: Job) -> Self {
-        Self { options: options(&job.metadata), train_job: None }
+        let suspend = job.spec.and_then(|spec| spec.suspend).unwrap_or_default();
+        Self { options: options(&job.metadata), train_job: None, suspend }
     }
 }
 
 impl From<TrainJob> for Document {
     fn from(train_job: TrainJob) -> Self {
-        Self { options: options(&train_job.metadata), train_job: Some(train_job.spec) }
+        let options = options(&train_job.metadata);
+        Self { options, train_job: Some(train_job.spec), suspend: false }
     }
 }
 

@@ -226,27 +226,20 @@ fn status_of_pod(pod: &Pod) -> Option<MasterStatus> {
         Verdict::Created | Verdict::Starting => None,
         Verdict::CannotStart(why) => Some(MasterStatus::CannotStart(why)),
         Verdict::Ended(end) if end.cause == Cause::Exited(0) => None,
-        Verdict::Ended(end) => Some(MasterStatus::Ended(brief(&end.detail))),
+        Verdict::Ended(end) => Some(MasterStatus::Ended(end.brief())),
         Verdict::Terminating(leave) => Some(MasterStatus::Ended(leave.end.detail)),
         Verdict::Running => Some(MasterStatus::Running),
         Verdict::Queued(why) | Verdict::Unschedulable(why) => Some(MasterStatus::Pending(why)),
     }
 }
 
-/// How a master ended, in one line. Of a master that said nothing, the message is the end of its
-/// log.
-fn brief(detail: &str) -> String {
-    let Some((first, rest)) = detail.trim_end().split_once('\n') else { return detail.to_owned() };
-    let what = first.split_once(": ").map_or(first, |(what, _)| what);
-    format!("{what}: {}", rest.rsplit('\n').next().unwrap_or_default().trim())
-}
-
 fn status_of_job(job: &Job) -> Option<MasterStatus> {
     succession::failure_of(job).map(MasterStatus::Failed)
 }
 
-/// A submission takes a few seconds, and its calls are not repeated.
-pub(crate) const SUBMISSION_MAX: Duration = Duration::from_secs(60);
+/// A submission takes a few seconds. While the API server can't answer, each of its calls is
+/// repeated for a minute.
+pub(crate) const SUBMISSION_MAX: Duration = Duration::from_secs(180);
 const MANAGED: &str = "app.kubernetes.io/managed-by=elasticdl";
 /// Reasons of Events about a Job that can't create a pod, or about a pod that can't start.
 const REASONS: [&str; 3] = ["FailedCreate", "FailedCreatePodSandBox", "FailedMount"];
@@ -290,7 +283,7 @@ mod tests {
             fake.put("jobs", "j-master", json!({"metadata": metadata, "spec": spec}));
         };
         // The clock of this host is years ahead.
-        fake.state().date = Some("Wed, 01 May 2024 10:01:00 GMT");
+        fake.state().date = Some("Wed, 01 May 2024 10:03:00 GMT");
         for (created, parallelism, is_cut) in [
             ("2024-05-01T10:00:00Z", 0, true),
             ("2024-05-01T10:00:01Z", 0, false),
@@ -386,7 +379,5 @@ mod tests {
             pod(1),
             Some(MasterStatus::Ended("exited with code 1: error: forbidden".into()))
         );
-        let log = "ended by signal 9: step 1)\n 16.4 s  generation 2\n 20.1 s  3.0 %\n";
-        assert_eq!(brief(log), "ended by signal 9: 20.1 s  3.0 %");
     }
 }

@@ -304,6 +304,8 @@ fn worker_template(request: &Request, resources: &Resources) -> Result<Pod, Temp
         env_from: Some(from_secrets).filter(|from| !from.is_empty()),
         resources: Some(parts::requirements(resources)),
         security_context: Some(parts::locked_down()),
+        // The pod's status then has the last lines of its log.
+        termination_message_policy: Some("FallbackToLogsOnError".into()),
         volume_mounts: Some(mounts),
         ..Container::default()
     };

@@ -92,6 +92,13 @@ pub fn parse_resources(text: &str) -> Result<Resources, String> {
     for (name, amount) in parse_pairs(text).map_err(|e| format!("{e}; {example}"))? {
         let of = name.strip_prefix(LIMITS).unwrap_or(&name);
         check_label_key(of).map_err(|e| format!("resource `{name}`: {e}; {example}"))?;
+        let is_native = NATIVE_RESOURCES.contains(&of) || of.starts_with("hugepages-");
+        if !is_native && !of.contains('/') {
+            return Err(format!(
+                "`{of}` is none of {}, and the name of any other resource has a domain; {example}",
+                NATIVE_RESOURCES.join(", ")
+            ));
+        }
         if !is_quantity(&amount) {
             let wanted = "a number, perhaps with a unit (m, k, M, G, Ki, Mi, Gi, …)";
             return Err(format!("{name}: `{amount}` is not {wanted}; {example}"));
@@ -109,6 +116,9 @@ pub fn parse_resources(text: &str) -> Result<Resources, String> {
     }
     Ok(resources)
 }
+
+/// Resources without a domain in their names, beside `hugepages-SIZE`.
+const NATIVE_RESOURCES: [&str; 3] = ["cpu", "memory", "ephemeral-storage"];
 
 /// Prefix of a resource whose amount is a limit instead of a request.
 pub(crate) const LIMITS: &str = "limits.";
@@ -263,6 +273,8 @@ mod tests {
             "cpu=1..2",
             "c pu=1",
             "cpu=m",
+            "cpus=1",
+            "limits.gpu=1",
         ] {
             assert!(parse_resources(bad).is_err(), "{bad}");
         }
@@ -271,7 +283,13 @@ mod tests {
         for tiny in ["memory=500m", "memory=4000Ki", "memory=0.5"] {
             assert!(parse_resources(tiny).unwrap_err().contains("number of bytes"), "{tiny}");
         }
-        for good in ["memory=0", "memory=64000000", "memory=16M", "example.com/memory=1"] {
+        for good in [
+            "memory=0",
+            "memory=64000000",
+            "memory=16M",
+            "example.com/memory=1",
+            "hugepages-2Mi=4Mi",
+        ] {
             assert!(parse_resources(good).is_ok(), "{good}");
         }
     }

@@ -8,8 +8,8 @@ use k8s_openapi::api::authorization::v1::{
 use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret, ServiceAccount};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use kube::Api;
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams, Preconditions};
+use kube::{Api, ResourceExt as _};
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -73,18 +73,20 @@ pub async fn submit(
 
 /// Creates the Job of the master. A job of its name that was refused gives way.
 async fn create_job(cluster: &Cluster, name: &str, job: &Job) -> Result<Job, ClusterError> {
-    let jobs: Api<Job> = cluster.api();
-    let create = async || jobs.create(&PostParams::default(), job).await;
-    let mut created = create().await;
-    if matches!(&created, Err(error) if is_code(error, 409)) && is_refused(cluster, name).await {
+    let mut job = job.clone();
+    let own = getrandom::u64().ok().map(|own| own.to_string());
+    job.annotations_mut().extend(own.clone().map(|own| (SUBMISSION.into(), own)));
+    let is_own = |found: &Job| own.is_some() && found.annotations().get(SUBMISSION) == own.as_ref();
+    let create = async || create_once(cluster, &job, "the master's job", is_own).await;
+    let mut created = create().await?;
+    if created.is_none() && is_refused(cluster, name).await {
         say(&format!("the job {name} that was refused before is deleted: it has trained nothing"));
         delete(cluster, name).await?;
-        created = create().await;
+        created = create().await?;
     }
     match created {
-        Ok(job) => Ok(job),
-        Err(error) if is_code(&error, 409) => Err(already(cluster, name).await),
-        Err(error) => Err(cluster.explain("create the master's job", error)),
+        Some(job) => Ok(job),
+        None => Err(already(cluster, name).await),
     }
 }
 
@@ -173,26 +175,43 @@ fn advise(error: ClusterError, advice: &str) -> ClusterError {
     }
 }
 
-async fn create<K>(cluster: &Cluster, object: &K, kind: &str) -> Result<K, ClusterError>
-where
-    K: kube::Resource<Scope = k8s_openapi::NamespaceResourceScope>
-        + Clone
-        + std::fmt::Debug
-        + serde::Serialize
-        + serde::de::DeserializeOwned,
-    K::DynamicType: Default,
-{
-    let api: Api<K> = cluster.api();
+async fn create<K: Object>(cluster: &Cluster, object: &K, kind: &str) -> Result<K, ClusterError> {
     let name = object.meta().name.clone().unwrap_or_default();
-    match api.create(&PostParams::default(), object).await {
-        Ok(created) => Ok(created),
-        Err(error) if is_code(&error, 409) => Err(ClusterError::Exists(format!(
+    // No other submission has an owner of this uid.
+    let is_own = |found: &K| found.owner_references() == object.owner_references();
+    let created = create_once(cluster, object, &format!("the {kind} {name}"), is_own).await?;
+    created.ok_or_else(|| {
+        ClusterError::Exists(format!(
             "the namespace {} has a {kind} {name} already, which is not this job's; \
              remove it, or give the job another name",
             cluster.namespace
-        ))),
-        Err(error) => Err(cluster.explain(&format!("create the {kind} {name}"), error)),
-    }
+        ))
+    })
+}
+
+/// Creates an object, and tries again while the server can't answer. An earlier try whose answer
+/// was lost may have created it: the object that is there then `is_own`. Returns `None` if another
+/// object has its name.
+async fn create_once<K: Object>(
+    cluster: &Cluster,
+    object: &K,
+    what: &str,
+    is_own: impl Fn(&K) -> bool,
+) -> Result<Option<K>, ClusterError> {
+    let api: Api<K> = cluster.api();
+    let doing = format!("create {what}");
+    let create = async || {
+        let answer = match api.create(&PostParams::default(), object).await {
+            Err(error) if is_code(&error, 409) => match api.get_opt(&object.name_any()).await {
+                // Users who may create Secrets need not have permission to read them.
+                Err(error) if is_code(&error, 403) => Ok(None),
+                found => found.map(|found| found.filter(&is_own)),
+            },
+            created => created.map(Some),
+        };
+        answer.map_err(|error| cluster.explain(&doing, error))
+    };
+    retry(&doing, create).await
 }
 
 /// Gives the master its priority class if the cluster has the class. A dry run checks that first,
@@ -452,6 +471,27 @@ fn this_very(meta: &ObjectMeta) -> Option<Preconditions> {
     Some(Preconditions { uid: meta.uid.clone(), resource_version: None })
 }
 
+/// What [`submit`] creates.
+trait Object:
+    kube::Resource<Scope = k8s_openapi::NamespaceResourceScope, DynamicType = ()>
+    + Clone
+    + std::fmt::Debug
+    + serde::Serialize
+    + serde::de::DeserializeOwned
+{
+}
+
+impl<K> Object for K where
+    K: kube::Resource<Scope = k8s_openapi::NamespaceResourceScope, DynamicType = ()>
+        + Clone
+        + std::fmt::Debug
+        + serde::Serialize
+        + serde::de::DeserializeOwned
+{
+}
+
+/// Annotation of a Job: a name of the call of [`submit`] that has created it.
+const SUBMISSION: &str = "elasticdl/submission";
 /// The Job controller usually creates the pod within a second.
 const MASTER_WAIT: Duration = Duration::from_secs(5);
 const GONE_INTERVAL: Duration = Duration::from_millis(200);
@@ -510,6 +550,28 @@ mod tests {
         let left = fake.state().throttles.len();
         assert_eq!((left, &*fake.state().deleted), (0, &["j".to_owned()][..]));
         assert!(matches!(delete(&cluster, "j").await, Err(ClusterError::NoSuchJob { .. })));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn objects_are_created_once_although_the_server_fails_or_its_answers_are_lost() {
+        let (fake, cluster) = FakeServer::start();
+        let spec = json!({"template": {"spec": {"containers": []}}});
+        let job = json!({"metadata": {"name": "j-master"}, "spec": spec});
+        let job: Job = serde_json::from_value(job).unwrap();
+        fake.state().throttles.extend([("POST jobs", 500, 0); 2]);
+        fake.state().lost = 1;
+        create_job(&cluster, "j", &job).await.unwrap();
+        let other = create_job(&cluster, "j", &job).await.unwrap_err();
+        assert!(matches!(other, ClusterError::Exists(_)), "{other}");
+        let secret = |uid: &str| {
+            let owner = json!({"apiVersion": "v1", "kind": "ConfigMap", "name": "j", "uid": uid});
+            let metadata = json!({"name": "s", "ownerReferences": [owner]});
+            serde_json::from_value::<Secret>(json!({"metadata": metadata})).unwrap()
+        };
+        fake.state().lost = 1;
+        create(&cluster, &secret("mine"), "Secret").await.unwrap();
+        let other = create(&cluster, &secret("another"), "Secret").await.unwrap_err();
+        assert!(other.to_string().contains("which is not this job's"), "{other}");
     }
 
     #[tokio::test]

@@ -41,6 +41,7 @@ use k8s_openapi::api::core::v1::{
 
 use super::gang::gang_of;
 use crate::job::{Exit, ReclaimCause};
+use crate::worker_output;
 
 /// State of a pod, as its object shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -112,6 +113,17 @@ pub(crate) enum Cause {
     Signalled(i32),
 }
 
+impl End {
+    /// The end in one line: of what the program printed, the last one.
+    pub(crate) fn brief(&self) -> String {
+        let Some((first, rest)) = self.detail.trim_end().split_once('\n') else {
+            return self.detail.clone();
+        };
+        let what = first.split_once(": ").map_or(first, |(what, _)| what);
+        format!("{what}: {}", rest.rsplit('\n').next().unwrap_or_default().trim())
+    }
+}
+
 /// Classifies a pod by its object.
 pub(crate) fn classify(pod: &Pod) -> Verdict {
     let nothing = PodStatus::default();
@@ -159,6 +171,12 @@ pub(super) fn exit_of(end: End) -> Exit {
         )),
         cause => Exit::reclaimed(reclaim_cause(cause), end.detail),
     }
+}
+
+/// The last lines of the log of a pod whose program ended by itself.
+pub(super) fn output_tail(pod: &Pod) -> Option<String> {
+    let ended = container(pod.status.as_ref()?)?.terminated.as_ref()?;
+    worker_output::last_lines(ended.message.as_deref()?)
 }
 
 /// The cause of a pod's end that is not its program's, for the job.
@@ -287,11 +305,7 @@ fn deleted(pod: &Pod) -> Option<End> {
 
 fn how_it_ended(ended: &ContainerStateTerminated) -> End {
     let reason = ended.reason.as_deref().unwrap_or_default();
-    // The end of its log.
-    let as_text = |line: &str| log_line_as_text(line).unwrap_or_else(|| line.into());
-    let message = ended.message.as_deref();
-    let message = message.map(|log| log.lines().map(as_text).collect::<Vec<_>>().join("\n"));
-    let (code, message) = (ended.exit_code, message.as_deref());
+    let code = ended.exit_code;
     let signal = ended
         .signal
         .filter(|&signal| signal > 0)
@@ -309,7 +323,11 @@ fn how_it_ended(ended: &ContainerStateTerminated) -> End {
         (_, Some(signal)) => (Cause::Signalled(signal), format!("ended by signal {signal}")),
         (_, None) => (Cause::Exited(code), format!("exited with code {code}")),
     };
-    End { cause, detail: with_message(&what, message) }
+    // The end of its log, which says nothing of its memory.
+    let as_text = |line: &str| log_line_as_text(line).unwrap_or_else(|| line.into());
+    let message = ended.message.as_deref().filter(|_| cause != Cause::OutOfMemory);
+    let message = message.map(|log| log.lines().map(as_text).collect::<Vec<_>>().join("\n"));
+    End { cause, detail: with_message(&what, message.as_deref()) }
 }
 
 fn lost(status: &PodStatus) -> End {

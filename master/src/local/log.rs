@@ -8,23 +8,13 @@ use std::path::Path;
 use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
-use elasticdl_proto::log_line_as_text;
-
-use crate::worker_output::plain;
+use crate::worker_output;
 
 /// The last lines of the log at `path` without control characters; `None` if it has none.
 pub(super) fn last_lines(path: &Path) -> Option<String> {
     // An unreadable log must not prevent the report of the process's end.
     let bytes = read_end(path).ok()?;
-    let text = String::from_utf8_lossy(&bytes);
-    let printed: Vec<String> = text
-        .lines()
-        .map(|line| log_line_as_text(line).unwrap_or_else(|| line.into()))
-        .map(|line| plain(&line, LINE_BYTES_MAX))
-        .filter(|line| !line.trim().is_empty())
-        .collect();
-    let last = printed[printed.len().saturating_sub(LINES_MAX)..].join("\n");
-    (!last.is_empty()).then_some(last)
+    worker_output::last_lines(&String::from_utf8_lossy(&bytes))
 }
 
 fn read_end(path: &Path) -> io::Result<Vec<u8>> {
@@ -72,8 +62,6 @@ fn shorten(path: &Path, bytes_max: u64) -> io::Result<()> {
 }
 
 const BYTES_MAX: u64 = 4096;
-const LINES_MAX: usize = 8;
-const LINE_BYTES_MAX: usize = 160;
 /// Interval between looks at the length of a log.
 const LENGTH_INTERVAL: Duration = Duration::from_secs(2);
 /// Length at which a log is moved away. The help of `--job-dir` has it.
@@ -84,6 +72,7 @@ mod tests {
     use std::io::Write as _;
 
     use super::*;
+    use crate::worker_output::{LAST_LINE_BYTES_MAX, LAST_LINES_MAX};
 
     fn of(text: &[u8]) -> Option<String> {
         let file = tempfile::NamedTempFile::new().unwrap();
@@ -100,9 +89,9 @@ mod tests {
         assert_eq!(of(text).unwrap(), "a b\nerror: no such option\n  \u{fffd}!");
         let many: String = (0..1000).map(|i| format!("line {i}\n")).collect();
         let told = of(many.as_bytes()).unwrap();
-        assert_eq!((told.lines().count(), told.lines().last()), (LINES_MAX, Some("line 999")));
+        assert_eq!((told.lines().count(), told.lines().last()), (LAST_LINES_MAX, Some("line 999")));
         let long = of("ü".repeat(5000).as_bytes()).unwrap();
-        assert!(long.len() <= LINE_BYTES_MAX + 4 && long.ends_with('…'), "{long}");
+        assert!(long.len() <= LAST_LINE_BYTES_MAX + 4 && long.ends_with('…'), "{long}");
     }
     #[test]
     fn a_long_log_is_moved_away_and_its_writer_goes_on() {

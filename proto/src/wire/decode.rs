@@ -25,7 +25,7 @@ use crate::members::Members;
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
     CheckpointNews, CheckpointTimes, Evaluated, Failure, Finished, Heartbeat, Kept, LedgerReport,
-    MasterMessage, Usage, WorkerMessage,
+    LinkPace, MasterMessage, Usage, WorkerMessage,
 };
 use crate::ranges::RecordRange;
 use crate::row_touches::RowTouches;
@@ -129,15 +129,7 @@ fn worker_message(kind: worker_message::Kind) -> Checked<WorkerMessage> {
             step: within("formed.step", formed.step, 0, STEPS_MAX)?,
             ledger: ledger("formed.ledger", formed.ledger)?,
         },
-        Kind::Heartbeat(v1::Heartbeat { stall: waits, holds_state, usage, step }) => {
-            let stall = waits.map(stall).transpose()?;
-            let usage = usage.map(|v1::Usage { cpu_millicores, memory_bytes }| Usage {
-                cpu_millicores,
-                memory_bytes,
-            });
-            let step = step.map(|step| within("heartbeat.step", step, 0, STEPS_MAX)).transpose()?;
-            WorkerMessage::Heartbeat(Heartbeat { stall, holds_state, usage, step })
-        }
+        Kind::Heartbeat(beat) => WorkerMessage::Heartbeat(heartbeat(beat)?),
         Kind::Hello(_) => return Err("`hello` comes first, and once".into()),
         Kind::LeaseRequest(v1::LeaseRequest { shards }) => WorkerMessage::LeaseRequest {
             shards: within("lease_request.shards", shards, 1, DATASET_RECORDS_MAX)?,
@@ -302,6 +294,20 @@ fn phases(phases: Option<v1::Phases>) -> Checked<Phases> {
     })
 }
 
+fn heartbeat(beat: v1::Heartbeat) -> Checked<Heartbeat> {
+    let within_steps = |step| within("heartbeat.step", step, 0, STEPS_MAX);
+    Ok(Heartbeat {
+        stall: beat.stall.map(stall).transpose()?,
+        holds_state: beat.holds_state,
+        usage: beat.usage.map(|v1::Usage { cpu_millicores, memory_bytes }| Usage {
+            cpu_millicores,
+            memory_bytes,
+        }),
+        step: beat.step.map(within_steps).transpose()?,
+        link_pace: beat.link_pace.map(link_pace).transpose()?,
+    })
+}
+
 fn stall(stall: v1::Stall) -> Checked<Stall> {
     let mut awaited = stall.far.iter().copied().map(WorkerId);
     let far = std::array::from_fn(|_| awaited.next());
@@ -318,6 +324,14 @@ fn stall(stall: v1::Stall) -> Checked<Stall> {
         far,
         since: Duration::from_millis(stall.for_ms),
     })
+}
+
+fn link_pace(pace: v1::LinkPace) -> Checked<LinkPace> {
+    let v1::LinkPace { to, measured_us, limited_us, bytes } = pace;
+    let measured = within("link_pace.measured_us", measured_us, 1, PHASE_US_MAX)?;
+    let limited = within("link_pace.limited_us", limited_us, 0, measured)?;
+    let [measured, limited] = [measured, limited].map(Duration::from_micros);
+    Ok(LinkPace { to: WorkerId(to), measured, limited, bytes })
 }
 
 // ---- master to worker ----

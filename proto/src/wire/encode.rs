@@ -80,12 +80,25 @@ fn worker_message(message: WorkerMessage) -> worker_message::Kind {
             let ledger = Some(ledger(report));
             Kind::Formed(v1::Formed { generation: generation.0, step, ledger })
         }
-        WorkerMessage::Heartbeat(Heartbeat { stall: waits, holds_state, usage, step }) => {
+        WorkerMessage::Heartbeat(Heartbeat {
+            stall: waits,
+            holds_state,
+            usage,
+            step,
+            link_pace,
+        }) => {
             let usage = usage.map(|Usage { cpu_millicores, memory_bytes }| v1::Usage {
                 cpu_millicores,
                 memory_bytes,
             });
-            Kind::Heartbeat(v1::Heartbeat { stall: waits.map(stall), holds_state, usage, step })
+            let link_pace = link_pace.map(|pace| v1::LinkPace {
+                to: pace.to.0,
+                measured_us: micros(pace.measured),
+                limited_us: micros(pace.limited),
+                bytes: pace.bytes,
+            });
+            let stall = waits.map(stall);
+            Kind::Heartbeat(v1::Heartbeat { stall, holds_state, usage, step, link_pace })
         }
         WorkerMessage::BestExport { step, kept, error } => {
             let kept_value = kept.as_ref().and_then(|kept| kept.value);
@@ -177,7 +190,7 @@ fn step_times(StepTimes { steps, step_us, reduce_us }: StepTimes) -> v1::StepTim
 }
 
 fn evaluated(report: Evaluated, took: Duration) -> v1::Evaluated {
-    let took_us = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
+    let took_us = micros(took);
     let Evaluated { step, records, metrics } = report;
     let metrics = metrics.into_iter().map(|(name, mean)| (name, mean.unwrap_or(f64::NAN)));
     v1::Evaluated { step, records, metrics: metrics.collect(), took_us }
@@ -306,6 +319,10 @@ fn ranges(ranges: &[RecordRange]) -> Vec<v1::Range> {
 
 fn range(&RecordRange { epoch, start, end }: &RecordRange) -> v1::Range {
     v1::Range { epoch, start, end }
+}
+
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
 fn millis(duration: Duration) -> u64 {

@@ -19,7 +19,7 @@ use crate::members::Members;
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
     CheckpointNews, CheckpointTimes, Committed, Evaluated, Failure, Finished, Heartbeat, Kept,
-    LedgerReport, MasterMessage, RankStep, StepTimes, WorkerMessage,
+    LedgerReport, LinkPace, MasterMessage, RankStep, StepTimes, WorkerMessage,
 };
 use crate::ranges::RecordRange;
 use crate::row_touches::TablesStatus;
@@ -142,6 +142,14 @@ fn every_message_of_a_worker_keeps_every_field() {
         far: [Some(WorkerId(4)), None],
         since: Duration::from_millis(900),
     };
+    let rank = |[records, compute_us, input_us, checkpoint_us, table_bytes]: [u64; 5]| RankStep {
+        records,
+        compute_us,
+        input_us,
+        checkpoint_us,
+        table_bytes,
+    };
+    let [measured, limited] = [9, 8].map(Duration::from_micros);
     let name = || "step-9".to_owned();
     let messages = [
         WorkerMessage::AllreduceTransport { generation, what: "TCP".into() },
@@ -175,22 +183,7 @@ fn every_message_of_a_worker_keeps_every_field() {
             loss_sum: 2.5,
             records: 8,
             metrics: [("accuracy".into(), 6.0)].into(),
-            ranks: vec![
-                RankStep {
-                    records: 5,
-                    compute_us: 10,
-                    input_us: 1,
-                    checkpoint_us: 7,
-                    table_bytes: 3_000,
-                },
-                RankStep {
-                    records: 3,
-                    compute_us: 20,
-                    input_us: 2,
-                    checkpoint_us: 8,
-                    table_bytes: 4_000,
-                },
-            ],
+            ranks: vec![rank([5, 10, 1, 7, 3_000]), rank([3, 20, 2, 8, 4_000])],
             times: StepTimes { steps: 2, step_us: 900, reduce_us: 300 },
             last: Some(Box::new(StepTimes { steps: 1, step_us: 400, reduce_us: 100 })),
             steps_skipped: 1,
@@ -250,6 +243,7 @@ fn every_message_of_a_worker_keeps_every_field() {
             holds_state: true,
             usage: Some(crate::Usage { cpu_millicores: 1500, memory_bytes: 9 << 30 }),
             step: Some(7),
+            link_pace: Some(LinkPace { to: WorkerId(4), measured, limited, bytes: 6 }),
         }),
         WorkerMessage::LeaseRequest { shards: 64 },
         WorkerMessage::Leaving,
@@ -413,6 +407,10 @@ fn a_field_out_of_bounds_is_refused_by_name() {
     let with_ranges = |ranges| Kind::Committed(v1::Committed { ranges, ..commit() });
     let slow = v1::Phases { state_us: u64::MAX, ..Default::default() };
     let beat = v1::Heartbeat { stall: Some(v1::Stall::default()), ..v1::Heartbeat::default() };
+    let paced = |measured_us, limited_us| {
+        let pace = v1::LinkPace { measured_us, limited_us, ..v1::LinkPace::default() };
+        Kind::Heartbeat(v1::Heartbeat { link_pace: Some(pace), ..v1::Heartbeat::default() })
+    };
     let table = [
         (Kind::Hello(v1::Hello::default()), "hello"),
         (Kind::Described(v1::Described { outcome: None, order: None }), "described.outcome"),
@@ -472,6 +470,8 @@ fn a_field_out_of_bounds_is_refused_by_name() {
             "allreduce_transport.generation",
         ),
         (Kind::Heartbeat(beat), "stall.generation"),
+        (paced(0, 0), "link_pace.measured_us"),
+        (paced(5, 6), "link_pace.limited_us"),
         (Kind::Finished(v1::Finished { ledger: None, ..end() }), "finished.ledger"),
         (Kind::Finished(v1::Finished { step: u64::MAX, ..end() }), "finished.step"),
     ];

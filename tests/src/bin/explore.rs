@@ -42,6 +42,9 @@ struct Arguments {
     /// Shards of the model's tables; 0: it has none
     #[arg(long, default_value = "0")]
     shards: u32,
+    /// Chunks of the optimizer's state, which are divided over the workers; 0: each has all of it
+    #[arg(long, default_value = "0", conflicts_with = "shards")]
+    chunks: u32,
     /// Faults and delays of a run, at most
     #[arg(long, default_value = "2")]
     faults: usize,
@@ -67,8 +70,8 @@ struct Arguments {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let Arguments { workers, steps, spares, shards, .. } = arguments;
-    let job = Explored { workers, steps, spares, shards };
+    let Arguments { workers, steps, spares, shards, chunks, .. } = arguments;
+    let job = Explored { workers, steps, spares, shards, chunks };
     // A core's panic is reported with its decisions; the output of the panic hook is not needed.
     std::panic::set_hook(Box::new(|_| {}));
     if let Some(decisions) = arguments.replay {
@@ -99,7 +102,7 @@ fn main() -> ExitCode {
     }
     let violations: Vec<_> = found.violations.iter().map(text).collect();
     let figures = json!({
-        "workers": workers, "steps": steps, "spares": spares, "shards": shards,
+        "workers": workers, "steps": steps, "spares": spares, "shards": shards, "chunks": chunks,
         "faults": arguments.faults, "delays": arguments.delays,
         "states": states, "depth": depth, "runs": runs, "events": events, "known": known,
         "symmetric": symmetric, "complete": is_complete, "violations": violations,

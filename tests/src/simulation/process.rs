@@ -285,7 +285,7 @@ impl World {
             let trainer = &self.processes[p].trainer;
             let holds_state = trainer.holds_state.load(Ordering::Relaxed);
             let step = trainer.inbox.as_ref().map(|_| trainer.state().map_or(0, |s| s.step));
-            let heartbeat = Heartbeat { stall, holds_state, step, usage: None };
+            let heartbeat = Heartbeat { stall, holds_state, step, ..Heartbeat::default() };
             self.send_to_master(p, WorkerMessage::Heartbeat(heartbeat));
         }
         if !is_gone {

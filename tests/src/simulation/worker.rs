@@ -244,8 +244,11 @@ fn session(setting: &Setting, id: WorkerId, origin: Origin, dataset: &FileList) 
         exports_best: spec.options.seed.is_multiple_of(2),
         has_tables: setting.tables.is_some(),
         shards_optimizer: setting.chunks.is_some(),
-        audit: (spec.options.audit > 0)
-            .then_some(AuditPlan { seed: spec.options.seed, per_million: spec.options.audit }),
+        audit: (spec.options.audit > 0).then_some(AuditPlan {
+            seed: spec.options.seed,
+            per_million: spec.options.audit,
+            of_program: false,
+        }),
     };
     let mut session = Session::new(id, plan).on_gpu(setting.gpus.is_some()).of(origin);
     session.ready(setting.parameters() as u64);
@@ -391,7 +394,8 @@ impl Watched<'_> {
         turned.replaced = trainer.take_replaced_rows();
         if setting.is_explored {
             let rows = trainer.rows().map(|owned| (owned.header(), SeenRows::of(owned)));
-            turned.identity = Timeless::number_of(&(trainer.session(), rows));
+            let chunks = trainer.chunks().map(|chunks| (chunks, trainer.has_parameters()));
+            turned.identity = Timeless::number_of(&(trainer.session(), rows, chunks));
         }
         if let Some(parameter) = flips {
             trainer.edit_parameters(|all| all[parameter] = flipped(all[parameter]));

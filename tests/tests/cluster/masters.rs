@@ -164,6 +164,15 @@ fn a_job_whose_masters_have_all_failed_is_reported_as_failed() {
         assert_eq!(refused.status.code(), Some(1), "{command}: {}", text(&refused));
         assert!(text(&refused).contains("no other master comes"), "{command}: {}", text(&refused));
     }
+    // Its Job alone is left then.
+    must(kubectl().args(["--namespace", namespace.name(), "delete", "configmap", "count"]));
+    let list = namespace.elasticdl("list", [""; 0]).output().unwrap();
+    assert!(text(&list).contains("failed (no master)"), "{}", text(&list));
+    let status = namespace.elasticdl("status", ["count"]).output().unwrap();
+    assert!(text(&status).contains("no other master comes"), "{}", text(&status));
+    job.wait_for("the end of its pods", || {
+        namespace.get("pods", "elasticdl/job=count,elasticdl/role=worker").is_empty().then_some(())
+    });
     job.assert_deletes();
 }
 

@@ -15,7 +15,7 @@ const WORKERS: u8 = 3;
 /// Bytes that the observer looks for.
 fn patterns() -> Vec<Vec<u8>> {
     // The header of an all-reduce's frame.
-    let frame = [b"EDL1", &2_u32.to_le_bytes()[..]].concat();
+    let frame = [b"EDL2", &2_u32.to_le_bytes()[..]].concat();
     // The header of a part of the state.
     let state = [b"EDLP", &5_u32.to_le_bytes()[..]].concat();
     // Neighbouring records are trained equally often, and most not at all in one step.

@@ -12,6 +12,7 @@ mod chaos;
 mod checkpoints;
 mod dashboard;
 mod debug;
+mod declared;
 mod deterministic;
 mod disk;
 mod encryption;

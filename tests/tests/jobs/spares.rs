@@ -102,7 +102,8 @@ fn stopped_spares_are_replaced_and_the_place_of_a_lost_member_is_filled() {
 #[test]
 fn spares_of_a_group_that_is_lost_before_its_first_step_follow_the_next_one() {
     for kind in KINDS {
-        let slow = JobFixture { micros_per_record: 50_000, ..JobFixture::new(PROGRAMS, 1) };
+        // Five seconds for a step, so that a slow machine kills the worker before its first one.
+        let slow = JobFixture { micros_per_record: 100_000, ..JobFixture::new(PROGRAMS, 1) };
         let mut job = start(kind, slow);
         job.wait_for("spares that fetch the state", |status| {
             let states = status.workers.iter().map(|worker| &*worker.state);
@@ -113,6 +114,29 @@ fn spares_of_a_group_that_is_lost_before_its_first_step_follow_the_next_one() {
         kill(&job.members());
         assert_exact(job, &format!("{kind:?}"));
     }
+}
+
+#[test]
+fn a_lone_worker_that_is_given_up_while_it_leaves_takes_no_state_with_it() {
+    let fixture = JobFixture {
+        // It leaves within a step, of a second.
+        micros_per_record: 20_000,
+        out_of_reach: true,
+        ..JobFixture::new(PROGRAMS, 1)
+    };
+    let mut job = start(Kind::Dense, fixture);
+    job.wait_for("spares that have caught up", |status| have_caught_up(status) && status.step > 1);
+    let (leaver, pid) = job.members()[0];
+    let its_stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let starter = its_stat.rsplit(')').next().unwrap().split_whitespace().nth(1).unwrap();
+    job.wait_for_next_step();
+    send(pid, Signal::TERM);
+    job.wait_for("a spare beside it", |status| status.members().count() == 2);
+    // For the master it is gone, like a pod that is deleted by force.
+    send(starter.parse().unwrap(), Signal::KILL);
+    job.wait_for_members_without(1, &[leaver]);
+    send(pid, Signal::KILL);
+    assert_eq!(assert_exact(job, "a leaver that is given up"), 1);
 }
 
 #[test]

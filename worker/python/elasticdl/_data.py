@@ -46,6 +46,8 @@ def sampler(
         raise RuntimeError("this process has joined its job already; its data is job.sampler()")
     core = _elasticdl.Core.join()
     if core is not None:
+        if core.options.audits:
+            raise ValueError(_NO_AUDIT)
         if rank is not None or world_size is not None:
             raise ValueError("rank and world_size are the job's; leave them out")
         job = Job(core)
@@ -190,3 +192,9 @@ def _of_environment(name, given, default):
         return int(text)
     except ValueError:
         raise ValueError(f"{name} is {text!r} in the environment; it must be a number") from None
+
+
+_NO_AUDIT = (
+    "--audit can't be used for this job: no gradient of the program passes through elasticdl, so "
+    "none can be compared; start it without"
+)

@@ -7,6 +7,7 @@ import dataclasses
 from . import _elasticdl
 from ._checks import check_count, check_option
 from ._passes import Passes
+from ._randomness import Randomness
 from ._sampler import Record, Sampler
 from ._sources import loaded_sources
 
@@ -47,6 +48,9 @@ class Worker(Passes):
         self.absorbed = 0
         # Called before each draw.
         self.before_draw = lambda: None
+        # Called before a micro-batch is computed whose gradient is compared with another worker's.
+        self.before_compared = lambda batch: None
+        self._randomness = Randomness()
         self._sampler = None
         self._evaluator = None
         self._predictor = None
@@ -215,7 +219,18 @@ class Worker(Passes):
         seed = self.core.options.seed
         records = [Record(index, batch.epoch, seed) for index in batch.records]
         self.drawn.append(records)
+        if len(self.drawn) == 1:
+            self._prepare()
         return list(records)
+
+    def _prepare(self):
+        """The micro-batch that was drawn first is computed next."""
+        if not self.core.options.audits:
+            return
+        batch = self.core.counted()
+        if batch.is_compared:
+            self.before_compared(batch)
+            self._randomness.seed(self.drawn[0][0].seed_for(_STREAM))
 
     def deliver(self, loss, reduction):
         """Delivers the gradient of the micro-batch that was drawn first. Returns what became of it.
@@ -228,10 +243,13 @@ class Worker(Passes):
         if self.started is None:
             raise RuntimeError("there is no micro-batch to deliver: draw one from the sampler")
         before = self.progress("step")
+        self._randomness.reset()
         counts = self.core.deliver(float(loss), reduction == "mean")
         self.drawn.popleft()
         if counts:
             self.wait()
+        if self.drawn:
+            self._prepare()
         return Delivered(counts, self.progress("step") > before)
 
     def wait(self):
@@ -287,3 +305,7 @@ class _JobGroup:
 
 def _if_declared(application):
     return None if application is None or application.function is None else application
+
+
+# Of the random numbers of a micro-batch; those of programs begin at 0.
+_STREAM = (1 << 63) - 1

@@ -26,4 +26,8 @@ pub(crate) struct CountedBatch {
     pub(crate) is_last: bool,
     /// Whether its parts are summed as soon as they are complete.
     pub(crate) is_overlapped: bool,
+    /// Whether its gradient is compared with that of another worker; whether it is only compared,
+    /// and counts no second time.
+    pub(crate) is_compared: bool,
+    pub(crate) is_again: bool,
 }

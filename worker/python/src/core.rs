@@ -6,8 +6,9 @@ use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::Duration;
 
 use elasticdl::external::{
-    AloneOptions, Chunk, Counted, Division, Driver, Ended, Event, Inference, Memory, NextBatch,
-    ProgramMemory, Record, Shape, SourceFile, StateMemory, StatePart, Worker, WorkerError,
+    AloneOptions, Chunk, Comparison, Counted, Division, Driver, Ended, Event, Inference, Memory,
+    NextBatch, ProgramMemory, Record, Shape, SourceFile, StateMemory, StatePart, Worker,
+    WorkerError,
 };
 use elasticdl::{NamedTensor, Predictions};
 use pyo3::exceptions::{PyRuntimeError, PySystemExit, PyTypeError, PyValueError};
@@ -407,10 +408,15 @@ impl Core {
     /// How the micro-batch that is delivered next counts.
     fn counted(&self) -> PyResult<CountedBatch> {
         self.training(|Training { driver, .. }| match driver.counted() {
-            Some(Counted { records, before, is_last, is_overlapped }) => {
-                let address = driver.address();
-                CountedBatch { address, records, before, is_last, is_overlapped }
-            }
+            Some(Counted { records, before, is_last, is_overlapped, comparison }) => CountedBatch {
+                address: driver.address(),
+                records,
+                before,
+                is_last,
+                is_overlapped,
+                is_compared: comparison != Comparison::None,
+                is_again: comparison == Comparison::Again,
+            },
             None => CountedBatch::default(),
         })
     }

@@ -14,12 +14,13 @@ pub(crate) struct Options {
     shuffles: bool,
     is_deterministic: bool,
     shards_optimizer: bool,
+    audits: bool,
 }
 
 impl From<JobOptions> for Options {
     fn from(options: JobOptions) -> Self {
         let JobOptions { epochs, global_batch, per_worker, seed, shuffles, .. } = options;
-        let JobOptions { is_deterministic, shards_optimizer, .. } = options;
+        let JobOptions { is_deterministic, shards_optimizer, audits, .. } = options;
         Self {
             epochs,
             global_batch,
@@ -28,6 +29,7 @@ impl From<JobOptions> for Options {
             shuffles,
             is_deterministic,
             shards_optimizer,
+            audits,
         }
     }
 }

@@ -19,6 +19,16 @@ needs_elasticdl = unittest.skipUnless(
 )
 
 
+def _python(variables):
+    """The words that start a program: with PyTorch loaded, unless the program needs something that
+    is set before Python starts."""
+    loader = os.environ.get("ELASTICDL_TEST_LOADER")
+    is_plain = not any(name.startswith(("LD_", "OMP_", "PYTHON")) for name in dict(variables))
+    if loader is None or not is_plain:
+        return [sys.executable]
+    return [sys.executable, "-IS", HERE / "loaded.py", loader]
+
+
 class RunningJob:
     """A job on this machine."""
 
@@ -33,7 +43,7 @@ class RunningJob:
             *("--global-batch-size", str(batch), "--num-epochs", str(epochs)),
             *("--worker-timeout", "20s", "--restart-without-checkpoint"),
             *options,
-            *("--", sys.executable, *[str(part).format(job=self.path) for part in program]),
+            *("--", *_python(variables), *[str(part).format(job=self.path) for part in program]),
         ]
         environment = {**os.environ, **dict(variables)}
         self.log = open(self.path / "log", "w+")

@@ -6,6 +6,7 @@ import pathlib
 import signal
 import tempfile
 import unittest
+from unittest import mock
 
 if importlib.util.find_spec("torch") is None:
     raise unittest.SkipTest("PyTorch is not installed; .ci/python installs it and runs these tests")
@@ -13,6 +14,7 @@ if importlib.util.find_spec("torch") is None:
 import torch
 from torch import optim
 
+from elasticdl.torch import _new_state
 from elasticdl.torch._chunks import Chunks
 from elasticdl.torch._place import OnHost
 from elasticdl.torch._state import State
@@ -42,7 +44,9 @@ class Optimizers(unittest.TestCase):
 
     def test_the_chunks_of_two_workers_have_the_bits_of_a_whole_optimizer(self):
         for kind, settings in OPTIMIZERS:
-            with self.subTest(kind=kind.__name__, settings=settings):
+            # The first step is made in several parts.
+            small = mock.patch.object(_new_state, "_PART_LEN", 100)
+            with self.subTest(kind=kind.__name__, settings=settings), small:
                 self.check(kind, settings)
 
     def check(self, kind, settings):

@@ -358,7 +358,7 @@ class Jobs(CountingTest):
             run = [sys.executable, HERE / "means.py", "0", plain]
             self.assertEqual(subprocess.run(run, check=False).returncode, 0)
             expected = [float(value) for value in plain.read_text().split()]
-        program = [HERE / "means.py", 6000, "{job}/values"]
+        program = [HERE / "means.py", 20000, "{job}/values"]
         # Trains alone, as a group, and alone again until the replacement comes.
         options = ["--shuffle", "none"]
         with RunningJob(program, workers=1, batch=48, epochs=2, options=options) as job:

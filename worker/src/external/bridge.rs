@@ -13,6 +13,19 @@ use crate::metrics::UserError;
 use crate::model::Model;
 use crate::state_buffer::StateMemory;
 
+/// Whether a gradient is compared bit for bit with that of another worker, so that it must depend
+/// on its records and on the state of the group alone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Comparison {
+    /// It is compared, and does not count in the step.
+    Again,
+    /// It is computed once.
+    #[default]
+    None,
+    /// It is compared, and counts.
+    Own,
+}
+
 /// Hooks of a model whose code is in another language, beyond [`Model`].
 pub trait Bridge {
     /// The memory in which the program wants its parameters and optimizer state to be, if it has
@@ -42,6 +55,10 @@ pub trait Bridge {
     /// A step's gradient begins with the next micro-batch, which sets every element, whatever is
     /// there.
     fn begin_gradient(&mut self);
+
+    /// How the gradients that follow are compared. Those that are computed
+    /// [again](Comparison::Again) leave nothing behind: neither records, nor times, nor tallies.
+    fn compare(&mut self, comparison: Comparison);
 
     /// Time in [`Model::gradients`], since the last call, that was spent on what does not count: it
     /// says nothing about the time per record.

@@ -5,6 +5,7 @@ use std::time::Duration;
 use elasticdl_data::{Predictions, Purpose};
 use elasticdl_tables::{BatchRows, Ids};
 
+use super::bridge::Comparison;
 use super::lent::{Lent, LentChunk, LentMut};
 #[cfg(doc)]
 use super::model::Shape;
@@ -26,6 +27,7 @@ pub(super) enum Call {
         gradient: LentMut,
         rows: BatchRows,
         is_overlapped: bool,
+        comparison: Comparison,
         loads: bool,
     },
     /// To add the ids of these records, in micro-batches. The gradients of all records whose ids

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use elasticdl_data::{Predictions, Purpose};
 use elasticdl_tables::{BatchRows, Ids};
 
+use super::bridge::Comparison;
 use super::calls::{Call, Change, Reply, Sums};
 use super::events::{Chunk, Counted, Ended, Event, NextBatch};
 use super::lent::{Lent, LentChunk, LentMut};
@@ -33,6 +34,8 @@ pub struct Driver {
     looked_up: VecDeque<Ids>,
     shared: Arc<Shared>,
     batches: MicroBatches,
+    /// Whether each request is cut in the same way.
+    is_strict: bool,
     /// Metrics of the micro-batch that is delivered next, each a mean over its records.
     means: Vec<(String, f64)>,
     /// What the micro-batch that is delivered next adds to the step's tally.
@@ -56,6 +59,7 @@ enum Held {
         gradient: LentMut,
         before: u64,
         is_overlapped: bool,
+        comparison: Comparison,
         sums: Sums,
     },
     Ids {
@@ -116,7 +120,8 @@ impl Driver {
             ids: Ids::default(),
             looked_up: VecDeque::new(),
             shared,
-            batches: MicroBatches::new(micro_batch.max(1), worker.options().is_deterministic),
+            batches: MicroBatches::new(micro_batch.max(1)),
+            is_strict: worker.options().is_deterministic,
             means: Vec::new(),
             tally: Vec::new(),
             since: Instant::now(),
@@ -281,10 +286,13 @@ impl Driver {
 
     /// How the micro-batch that is delivered next counts; `None` if it will be discarded.
     pub fn counted(&self) -> Option<Counted> {
-        let Some(Held::Gradient { before, is_overlapped, .. }) = &self.held else { return None };
+        let Some(&Held::Gradient { before, is_overlapped, comparison, .. }) = self.held.as_ref()
+        else {
+            return None;
+        };
         let (records, is_last) = self.batches.counted()?;
-        let is_overlapped = is_last && *is_overlapped;
-        Some(Counted { records, before: *before, is_last, is_overlapped })
+        let is_overlapped = is_last && is_overlapped;
+        Some(Counted { records, before, is_last, is_overlapped, comparison })
     }
 
     /// Declares the elements of the gradient from `start` on complete, if it is summed meanwhile:
@@ -326,16 +334,25 @@ impl Driver {
                 (Held::AppliedIds { ids }, Event::AppliedIds { predicts, records })
             }
             Call::Gathered { loads } => (Held::Gathered, Event::Gathered { loads }),
-            Call::Gradient { records, before, gradient, rows, is_overlapped, loads } => {
+            Call::Gradient {
+                records,
+                before,
+                gradient,
+                rows,
+                is_overlapped,
+                comparison,
+                loads,
+            } => {
                 if self.batches.is_announced() {
                     self.batches.compute(records.len());
                     self.ids = self.looked_up.pop_front().unwrap_or_default();
                 } else {
-                    self.batches.request(records);
+                    let is_compared = comparison != Comparison::None;
+                    self.batches.request(records, self.is_strict || is_compared);
                 }
                 self.since = Instant::now();
                 let sums = Sums { rows, ..Sums::default() };
-                let held = Held::Gradient { gradient, before, is_overlapped, sums };
+                let held = Held::Gradient { gradient, before, is_overlapped, comparison, sums };
                 (held, Event::Gradient { loads })
             }
             Call::Ids { records, ids, starts_over } => {
@@ -343,7 +360,7 @@ impl Driver {
                     self.batches.start_over();
                     self.looked_up.clear();
                 }
-                self.batches.request(records);
+                self.batches.request(records, self.is_strict);
                 (Held::Ids { ids, starts_over }, Event::Ids { starts_over })
             }
             Call::Initialize { seed, parameters } => {

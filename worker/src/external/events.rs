@@ -1,5 +1,6 @@
 //! What a program receives.
 
+use super::bridge::Comparison;
 use super::numbers::Record;
 #[cfg(doc)]
 use super::{Driver, Shape};
@@ -90,4 +91,6 @@ pub struct Counted {
     pub is_last: bool,
     /// Whether the parts that [`Driver::complete_from`] declares complete are summed meanwhile.
     pub is_overlapped: bool,
+    /// How its gradient is compared.
+    pub comparison: Comparison,
 }

@@ -23,8 +23,8 @@ use super::numbers::Record;
 pub(super) struct MicroBatches {
     /// Maximum number of records of a micro-batch.
     len_max: usize,
-    /// Whether a request is always cut in the same way: a micro-batch that could be longer does not
-    /// count.
+    /// Whether the request is cut as any other one of so many records: a shorter micro-batch does
+    /// not count.
     is_strict: bool,
     /// Micro-batches that were drawn and not delivered, in order.
     drawn: VecDeque<Vec<Record>>,
@@ -39,8 +39,8 @@ pub(super) struct MicroBatches {
 }
 
 impl MicroBatches {
-    pub(super) fn new(len_max: usize, is_strict: bool) -> Self {
-        let (drawn, announced, computed, requested) = Default::default();
+    pub(super) fn new(len_max: usize) -> Self {
+        let (is_strict, drawn, announced, computed, requested) = Default::default();
         Self { len_max, is_strict, drawn, announced, computed, requested, quotas: [0; 2] }
     }
 
@@ -56,8 +56,10 @@ impl MicroBatches {
         self.computed = records;
     }
 
-    /// The trainer waits for the gradient of `records`, or for their ids.
-    pub(super) fn request(&mut self, records: Vec<Record>) {
+    /// The trainer waits for the gradient of `records`, or for their ids. `is_strict`: they are cut
+    /// in the same way on any worker, whatever it has drawn before.
+    pub(super) fn request(&mut self, records: Vec<Record>, is_strict: bool) {
+        self.is_strict = is_strict;
         self.quotas = [records.len(), self.quotas[0]];
         self.requested = records.into();
     }
@@ -88,7 +90,9 @@ impl MicroBatches {
             if at == end {
                 end = stream.step_end(at, quota);
             }
+            let is_requested = at < self.requested.len();
             let fits = at + batch.len() <= end
+                && (!self.is_strict || !is_requested || batch.len() == self.next_len(end - at))
                 && batch.iter().enumerate().all(|(i, record)| stream.at(at + i) == Some(*record));
             at += if fits { batch.len() } else { 0 };
         }
@@ -102,13 +106,9 @@ impl MicroBatches {
     }
 
     /// Number of records of the next micro-batch, if the step has so many `left`. The micro-batches
-    /// of a step are about equal, so that no small one is left for layers such as BatchNorm; in a
-    /// strict cut, all but the last one are as long as they can be.
+    /// of a step are about equal, so that no small one is left for layers such as BatchNorm.
     fn next_len(&self, left: usize) -> usize {
-        if self.is_strict || left <= self.len_max {
-            return left.min(self.len_max);
-        }
-        left.div_ceil(left.div_ceil(self.len_max))
+        left.div_ceil(left.div_ceil(self.len_max).max(1))
     }
 
     /// Draws the last micro-batch again. It will be discarded.
@@ -208,8 +208,8 @@ mod tests {
 
     /// Micro-batches of up to 4, and a request of records 0 to 9.
     fn requested() -> MicroBatches {
-        let mut batches = MicroBatches::new(4, false);
-        batches.request(records(0, 0..10));
+        let mut batches = MicroBatches::new(4);
+        batches.request(records(0, 0..10), false);
         batches
     }
 
@@ -252,7 +252,7 @@ mod tests {
             assert_eq!(deliver(&mut batches), Some((expected.clone(), true)));
         }
         assert!(batches.is_complete());
-        batches.request(records(0, 10..20));
+        batches.request(records(0, 10..20), false);
         for expected in &expected[3..6] {
             assert_eq!(deliver(&mut batches), Some((expected.clone(), true)));
         }
@@ -266,7 +266,7 @@ mod tests {
         draws(&mut batches, &ahead, &first);
         (0..3).for_each(|_| assert!(deliver(&mut batches).unwrap().1));
         // The group is larger now: this worker's share is 5.
-        batches.request(records(0, 10..15));
+        batches.request(records(0, 10..15), false);
         let expected = [records(0, 14..15), records(0, 15..18), records(0, 18..20)];
         draws(&mut batches, &records(0, 15..20), &expected);
         let delivered: Vec<_> = (0..6).map(|_| deliver(&mut batches).unwrap()).collect();
@@ -280,8 +280,8 @@ mod tests {
 
     #[test]
     fn a_repeated_micro_batch_never_counts() {
-        let mut batches = MicroBatches::new(4, false);
-        batches.request(records(0, 0..3));
+        let mut batches = MicroBatches::new(4);
+        batches.request(records(0, 0..3), false);
         draws(&mut batches, &[], &[records(0, 0..3)]);
         assert_eq!(batches.repeat(), Some(records(0, 0..3)));
         assert_eq!(deliver(&mut batches), Some((records(0, 0..3), true)));
@@ -293,7 +293,7 @@ mod tests {
     fn records_of_another_epoch_are_other_records() {
         let mut batches = requested();
         draws(&mut batches, &[], &[records(0, 0..4), records(0, 4..7), records(0, 7..10)]);
-        batches.request(records(1, 0..10));
+        batches.request(records(1, 0..10), false);
         assert_eq!(deliver(&mut batches), Some((records(0, 0..4), false)));
     }
 
@@ -312,19 +312,19 @@ mod tests {
     #[test]
     fn in_a_strict_cut_a_short_micro_batch_does_not_count() {
         for is_strict in [false, true] {
-            let mut batches = MicroBatches::new(4, is_strict);
-            batches.request(records(0, 0..3));
+            let mut batches = MicroBatches::new(4);
+            batches.request(records(0, 0..3), is_strict);
             let ahead = [records(0, 0..3), records(0, 3..6)];
             draws(&mut batches, &records(0, 3..6), &ahead);
             assert_eq!(batches.counted(), Some((3, true)));
             assert!(deliver(&mut batches).unwrap().1);
-            // Three were expected, and there are five.
-            batches.request(records(0, 3..8));
+            // Three were expected, and there are seven.
+            batches.request(records(0, 3..10), is_strict);
             assert_eq!(batches.counted(), (!is_strict).then_some((3, false)));
             assert_eq!(deliver(&mut batches), Some((records(0, 3..6), !is_strict)));
-            let next = if is_strict { 3..7 } else { 6..8 };
+            let next = if is_strict { 3..7 } else { 6..10 };
             assert_eq!(batches.draw(&VecDeque::new(), None), Some(records(0, next)));
-            assert_eq!(batches.counted(), Some(if is_strict { (4, false) } else { (2, true) }));
+            assert_eq!(batches.counted(), Some((4, !is_strict)));
         }
     }
 
@@ -332,7 +332,7 @@ mod tests {
     fn requests_are_announced_one_after_the_other_before_they_are_computed() {
         let mut batches = requested();
         for (records, request) in [(10, None), (3, Some(records(0, 10..13)))] {
-            request.into_iter().for_each(|request| batches.request(request));
+            request.into_iter().for_each(|request| batches.request(request, false));
             while !batches.is_complete() {
                 batches.draw(&VecDeque::new(), None).unwrap();
                 assert_eq!(batches.announce(), Some(true), "{records}");
@@ -358,7 +358,7 @@ mod tests {
         assert_eq!(batches.announce(), None);
         // Another worker was lost before the rows came: the same records, and more.
         batches.start_over();
-        batches.request([records(0, 0..6), records(0, 90..92)].concat());
+        batches.request([records(0, 0..6), records(0, 90..92)].concat(), false);
         assert_eq!([first, second], [records(0, 0..4), records(0, 4..7)]);
         assert_eq!([batches.announce(), batches.announce()], [Some(true), Some(false)]);
         let rest = [records(0, 4..6), records(0, 90..92)].concat();

@@ -43,7 +43,7 @@ mod worker;
 
 pub(crate) use self::bridge::WEIGHT;
 pub(crate) use self::bridge::observe;
-pub use self::bridge::{Bridge, Division, Progress, SourceFile, StatePart};
+pub use self::bridge::{Bridge, Comparison, Division, Progress, SourceFile, StatePart};
 pub use self::driver::{Driver, Watch};
 pub use self::events::{Chunk, Counted, Ended, Event, NextBatch};
 pub use self::memory::Memory;

@@ -11,7 +11,7 @@ use std::time::Duration;
 use elasticdl_data::{Predictions, Purpose};
 use elasticdl_tables::{BatchRows, ChunkUpdate, Ids, Table};
 
-use super::bridge::{Bridge, Division, Progress, SourceFile, StatePart};
+use super::bridge::{Bridge, Comparison, Division, Progress, SourceFile, StatePart};
 use super::calls::{Call, Change, Reply, Sums};
 use super::lent::{Lent, LentChunk, LentMut};
 use super::memory::Taken;
@@ -193,8 +193,11 @@ pub(super) struct ExternalModel {
     pub(super) memory: Taken,
     channel: Arc<Mutex<CallChannel>>,
     shared: Arc<Shared>,
-    /// Number of records that this worker's gradient of the step contains.
+    /// Number of records that this worker's gradient of the step contains, and while one is
+    /// computed again, that of the pending one.
     pub(super) step_records: u64,
+    pending_records: u64,
+    comparison: Comparison,
     /// Whether ids that were requested are requested again: the group has changed since.
     starts_over: bool,
     /// Whether the program's memory has the parameters of a model that is not trained.
@@ -214,13 +217,16 @@ impl ExternalModel {
     ) -> Self {
         let channel = Arc::new(Mutex::new(channel));
         let discarded = Duration::ZERO;
-        let (step_records, starts_over, is_shown, tally) = Default::default();
+        let (step_records, pending_records, comparison) = Default::default();
+        let (starts_over, is_shown, tally) = Default::default();
         Self {
             shape,
             memory,
             channel,
             shared,
             step_records,
+            pending_records,
+            comparison,
             starts_over,
             is_shown,
             discarded,
@@ -255,9 +261,16 @@ impl ExternalModel {
         let loads = !mem::replace(&mut channel.has_computed, true);
         let before = self.step_records;
         self.step_records += records.len() as u64;
-        let lent = mem::take(rows);
-        let call = Call::Gradient { records, before, gradient, rows: lent, is_overlapped, loads };
-        channel.send(call)?;
+        let (rows_lent, comparison) = (mem::take(rows), self.comparison);
+        channel.send(Call::Gradient {
+            records,
+            before,
+            gradient,
+            rows: rows_lent,
+            is_overlapped,
+            comparison,
+            loads,
+        })?;
         loop {
             match channel.receive()? {
                 Reply::CompleteFrom(start) => complete(start),
@@ -473,6 +486,19 @@ impl Bridge for ExternalModel {
 
     fn begin_gradient(&mut self) {
         self.step_records = 0;
+    }
+
+    fn compare(&mut self, comparison: Comparison) {
+        let was_again = self.comparison == Comparison::Again;
+        self.comparison = comparison;
+        match (was_again, comparison == Comparison::Again) {
+            (false, true) => self.pending_records = self.step_records,
+            (true, false) => {
+                self.step_records = self.pending_records;
+                (self.discarded, self.tally) = Default::default();
+            }
+            _ => {}
+        }
     }
 
     fn take_discarded(&mut self) -> Duration {

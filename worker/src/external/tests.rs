@@ -16,7 +16,7 @@ use super::calls::{Call, Reply, Sums};
 use super::memory::Taken;
 use super::model::{Batch, CallChannel, ExternalModel};
 use super::*;
-use crate::buckets::{self, RecordKeys, SummedBuckets};
+use crate::buckets::{self, Gradients, RecordKeys, SummedBuckets};
 use crate::metrics::{Loss, Metrics};
 use crate::model::{Model, NamedTensor};
 
@@ -253,6 +253,47 @@ fn overlapped(mut ring: LocalRank) -> Vec<f32> {
     buckets::sum_rest(&mut ring, &[], &gradient, &mut sums, SummedBuckets { len: 4, summed: 1 })
         .unwrap();
     sums
+}
+
+#[test]
+fn what_is_computed_again_leaves_nothing_behind() {
+    let ((calls, from_trainer), (to_trainer, replies)) = (channel(), channel());
+    let program = thread::spawn(move || {
+        let mut seen = Vec::new();
+        while let Ok(Call::Gradient { before, comparison, .. }) = from_trainer.recv() {
+            seen.push((before, comparison));
+            let (discarded, tally) = (Duration::from_secs(3), vec![("weight".to_owned(), 1.0)]);
+            let sums = Sums { discarded, tally, ..Sums::default() };
+            to_trainer.send(Ok(Reply::Gradient(sums))).unwrap();
+        }
+        seen
+    });
+    let shape = Shape { tensors: vec![NamedTensor::new("pair", [2])], ..Shape::default() };
+    let channel = CallChannel::new(calls, replies);
+    let mut model = ExternalModel::new(shape, Taken::default(), channel, Arc::default());
+    let records = vec![Record { epoch: 0, number: 7 }; 5];
+    let batch = Batch { purpose: Purpose::Train, records };
+    let expected = [
+        (0, Comparison::Own),
+        (0, Comparison::Again),
+        (0, Comparison::Again),
+        (5, Comparison::None),
+    ];
+    for (_, comparison) in expected {
+        model.compare(comparison);
+        let is_again = comparison == Comparison::Again;
+        if is_again {
+            model.begin_gradient();
+        }
+        let mut sum = [0.0; 2];
+        model.gradients(&[], batch.clone(), &mut Gradients::new(&mut sum, 5)).unwrap();
+        if !is_again {
+            assert_eq!(model.take_discarded(), Duration::from_secs(3), "{comparison:?}");
+            assert_eq!(model.take_tally(), BTreeMap::from([("weight".to_owned(), 1.0)]));
+        }
+    }
+    drop(model);
+    assert_eq!(program.join().unwrap(), expected);
 }
 
 #[test]

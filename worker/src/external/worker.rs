@@ -46,6 +46,8 @@ pub struct JobOptions {
     pub is_deterministic: bool,
     /// Whether the optimizer's state is divided over the workers.
     pub shards_optimizer: bool,
+    /// Whether some gradients are [compared](super::Comparison) with those of other workers.
+    pub audits: bool,
 }
 
 /// Options of a worker that trains alone.
@@ -165,7 +167,7 @@ impl Worker {
         let shuffles = options.shuffle.mode != ShuffleMode::None;
         let (epochs, seed) = (options.epochs, options.seed);
         let is_deterministic = options.deterministic;
-        let shards_optimizer = options.shard_optimizer;
+        let (shards_optimizer, audits) = (options.shard_optimizer, options.audit > 0);
         JobOptions {
             epochs,
             global_batch,
@@ -174,6 +176,7 @@ impl Worker {
             shuffles,
             is_deterministic,
             shards_optimizer,
+            audits,
         }
     }
 

@@ -21,24 +21,30 @@ pub(super) struct Links {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Counters {
-    sent: u64,
+pub(super) struct Counters {
+    pub(super) sent: u64,
     received: u64,
     sent_ago: Duration,
     received_ago: Duration,
+    /// Bytes that wait to be sent.
+    unsent: u32,
+    /// Packets that are sent and not acknowledged.
+    in_flight: u32,
+}
+
+impl Counters {
+    /// Whether bytes wait to be sent, and whether others are on their way. None are if the receiver
+    /// has no room for them.
+    pub(super) fn queues(&self) -> (bool, bool) {
+        (self.unsent > 0, self.in_flight > 0)
+    }
 }
 
 impl Links {
     /// Reads the counters.
     pub(super) fn read() -> Self {
         let at = Instant::now();
-        let entries = fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
-        let descriptor = |entry: fs::DirEntry| {
-            let target = fs::read_link(entry.path()).ok()?;
-            let is_socket = target.to_str()?.starts_with("socket:");
-            entry.file_name().to_str()?.parse::<i32>().ok().filter(|_| is_socket)
-        };
-        let counters = entries.filter_map(descriptor).filter_map(connection);
+        let counters = sockets().filter_map(connection);
         Self { at, counters: counters.take(LINKS_MAX).collect() }
     }
 
@@ -74,8 +80,18 @@ impl Links {
     }
 }
 
+/// The descriptors of this process that are sockets.
+pub(super) fn sockets() -> impl Iterator<Item = i32> {
+    let entries = fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
+    entries.filter_map(|entry| {
+        let target = fs::read_link(entry.path()).ok()?;
+        let is_socket = target.to_str()?.starts_with("socket:");
+        entry.file_name().to_str()?.parse::<i32>().ok().filter(|_| is_socket)
+    })
+}
+
 /// The ends and counters of a descriptor, if it is a connection.
-fn connection(descriptor: i32) -> Option<((SocketAddr, SocketAddr), Counters)> {
+pub(super) fn connection(descriptor: i32) -> Option<((SocketAddr, SocketAddr), Counters)> {
     let mut info = [0_u8; INFO_BYTES];
     let mut len = INFO_BYTES as libc::socklen_t;
     let (level, option) = (libc::IPPROTO_TCP, libc::TCP_INFO);
@@ -91,18 +107,18 @@ fn connection(descriptor: i32) -> Option<((SocketAddr, SocketAddr), Counters)> {
     let socket = unsafe { BorrowedFd::borrow_raw(descriptor) };
     let local = SocketAddr::try_from(rustix::net::getsockname(socket).ok()?).ok()?;
     let peer = SocketAddr::try_from(rustix::net::getpeername(socket).ok()??).ok()?;
-    let millis = |at: usize| {
-        let bytes = info[at..at + 4].try_into().expect("it has four bytes");
-        Duration::from_millis(u32::from_ne_bytes(bytes).into())
-    };
-    let number =
+    let short =
+        |at: usize| u32::from_ne_bytes(info[at..at + 4].try_into().expect("it has four bytes"));
+    let long =
         |at: usize| u64::from_ne_bytes(info[at..at + 8].try_into().expect("it has eight bytes"));
-    let (sent_ago, received_ago) = (millis(LAST_DATA_SENT), millis(LAST_DATA_RECEIVED));
+    let millis = |at: usize| Duration::from_millis(short(at).into());
     let counters = Counters {
-        sent: number(BYTES_ACKED),
-        received: number(BYTES_RECEIVED),
-        sent_ago,
-        received_ago,
+        sent: long(BYTES_ACKED),
+        received: long(BYTES_RECEIVED),
+        sent_ago: millis(LAST_DATA_SENT),
+        received_ago: millis(LAST_DATA_RECEIVED),
+        unsent: short(BYTES_UNSENT),
+        in_flight: short(PACKETS_UNACKED),
     };
     Some(((local, peer), counters))
 }
@@ -112,18 +128,35 @@ const LINKS_MAX: usize = 256;
 /// State of an open connection.
 const ESTABLISHED: u8 = 1;
 /// Offsets in the kernel's `tcp_info`.
+const PACKETS_UNACKED: usize = 24;
 const LAST_DATA_SENT: usize = 44;
 const LAST_DATA_RECEIVED: usize = 52;
 const BYTES_ACKED: usize = 120;
 const BYTES_RECEIVED: usize = 128;
-const INFO_BYTES: usize = 136;
+const BYTES_UNSENT: usize = 144;
+const INFO_BYTES: usize = 148;
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::io::{Read as _, Write as _};
     use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsRawFd as _;
 
     use super::*;
+
+    /// From now on, all packets to this end are lost, as in a network that delivers nothing.
+    pub(crate) fn lose_packets(end: &TcpStream) {
+        let drop_all = u16::try_from(libc::BPF_RET | libc::BPF_K).unwrap();
+        let mut filter = [libc::sock_filter { code: drop_all, jt: 0, jf: 0, k: 0 }];
+        let program = libc::sock_fprog { len: 1, filter: filter.as_mut_ptr() };
+        let len = size_of_val(&program) as libc::socklen_t;
+        let (level, option) = (libc::SOL_SOCKET, libc::SO_ATTACH_FILTER);
+        // SAFETY: the kernel copies the program, which lives until then.
+        let is_set = unsafe {
+            libc::setsockopt(end.as_raw_fd(), level, option, (&raw const program).cast(), len)
+        };
+        assert_eq!(is_set, 0, "{}", std::io::Error::last_os_error());
+    }
 
     #[test]
     fn the_bytes_of_a_connection_are_counted_at_both_ends() {

@@ -71,7 +71,12 @@ impl Training<'_> {
         let order = order_of(&reader, options, &dataset).map_err(Failure::fatal)?;
         let specs = tables_of(&mut model).map_err(Failure::fatal)?;
         let has_tables = !specs.is_empty();
-        let plan = JobPlan { has_tables, ..plan_of(options, &dataset, evaluation) };
+        let audit = (options.audit > 0).then_some(AuditPlan {
+            seed: options.seed,
+            per_million: options.audit,
+            of_program: model.as_bridge().is_some(),
+        });
+        let plan = JobPlan { has_tables, audit, ..plan_of(options, &dataset, evaluation) };
         let sources = model.as_bridge().map_or_else(Vec::new, |bridge| bridge.sources().to_vec());
         let origin = program::origin(&environment.location.node, &sources, &layout, &specs, &*rule);
         let origin = Origin { serves_tables, ..origin };
@@ -173,8 +178,7 @@ fn plan_of(options: &WorkerOptions, dataset: &Dataset, evaluation: Option<&Plan>
         exports_best: export_best(options).is_some(),
         has_tables: false,
         shards_optimizer: options.shard_optimizer,
-        audit: (options.audit > 0)
-            .then_some(AuditPlan { seed: options.seed, per_million: options.audit }),
+        audit: None,
     }
 }
 

@@ -190,6 +190,7 @@ impl Session {
             known.stale = 0;
         }
         self.checkpoints.restored(record.step, ours);
+        self.assignment.audit.begin(&self.job);
         self.end_task(&Task::CreateState);
         record.created = self.generation();
         self.install(record, None)

@@ -19,7 +19,8 @@
 //! Ranks that contradict themselves have a fault of their memory or processor, or a model that is
 //! not deterministic. One of them alone has no vote, and fails; from two on, the model is blamed,
 //! and no healthy worker is evicted. A group of one rank that contradicts itself goes back to the
-//! newest checkpoint: its model was tried at the job's start.
+//! newest checkpoint: its model was tried at the job's start. The loop of a program was not, and is
+//! blamed if it has another result each of three times.
 //!
 //! **Invariant:** a verdict depends on the headers alone, so all ranks derive the same one.
 
@@ -34,6 +35,9 @@ pub struct AuditPlan {
     pub seed: u64,
     /// Parts per million of the steps: 1 to 1,000,000.
     pub per_million: u32,
+    /// Whether the loop of a program computes the gradients. It can't be tried before a group has a
+    /// state, so the first step from a state that was created or restored is audited.
+    pub of_program: bool,
 }
 
 /// Records, and the digest of their gradient.
@@ -97,7 +101,7 @@ mod tests {
 
     #[test]
     fn the_share_of_the_steps_is_audited_by_ranks_of_other_hosts_in_turn() {
-        let plan = AuditPlan { seed: 3, per_million: 10_000 };
+        let plan = AuditPlan { seed: 3, per_million: 10_000, of_program: false };
         let chosen = (0..100_000).filter(|&step| plan.chooses(step)).count();
         assert!((900..1100).contains(&chosen), "{chosen}");
         let all = AuditPlan { per_million: 1_000_000, ..plan };

@@ -56,6 +56,11 @@ impl Audit {
         self.part = part.filter(|part| !is_known(part));
     }
 
+    /// This rank has created or restored the state.
+    pub(super) fn begin(&mut self, job: &JobPlan) {
+        self.is_owed |= job.audit.is_some_and(|plan| plan.of_program);
+    }
+
     /// The part that this rank is to compute before the step is summed.
     pub(super) fn part(&self) -> Option<&Vec<RecordRange>> {
         self.part.as_ref()

@@ -16,7 +16,7 @@
 //! **Invariants:** a message of the trainer for one master is never sent to the next one. A worker
 //! that a newer master has welcomed accepts no older one.
 
-use elasticdl_proto::{MasterMessage, Resume, Welcome, WorkerMessage};
+use elasticdl_proto::{MasterMessage, Membership, Resume, Welcome, WorkerMessage};
 
 /// The state of the control stream.
 #[derive(Clone, Debug, Default)]
@@ -52,6 +52,11 @@ impl ControlState {
     /// Identity of this worker for a later master; `None` before the first welcome.
     pub fn identity(&self) -> Option<&Resume> {
         self.identity.as_ref()
+    }
+
+    /// The newest membership that this worker knows.
+    pub fn membership(&self) -> Option<&Membership> {
+        self.identity.as_ref()?.membership.as_ref()
     }
 
     /// Highest incarnation of a master that has welcomed this worker; 0 for none.
@@ -161,7 +166,7 @@ impl ControlState {
 pub(crate) mod tests {
     use std::num::NonZeroU64;
 
-    use elasticdl_proto::{Batch, Generation, Members, Membership, WorkerId, WorkerOptions};
+    use elasticdl_proto::{Batch, Generation, Members, WorkerId, WorkerOptions};
 
     use super::*;
 

@@ -3,7 +3,7 @@
 //!
 //! **Invariant:** a fetched state enters a group only if it belongs to the group's history. Either
 //! the donor joins the same generation and confirms it, or the donor was lost and this is the very
-//! next group, which repairs ranks that are one step behind.
+//! next group that can form, which repairs ranks that are one step behind.
 
 use std::net::SocketAddr;
 
@@ -149,16 +149,24 @@ impl Session {
         let (donor, _) = self.fetch.donor();
         let donor_joins_too =
             !broken && !interrupted && ended.is_none() && latest.rank_of(donor).is_some();
+        let is_next = generation.is_some_and(|of| {
+            let unformed = self.fetch.unformed.filter(|unformed| *unformed > of);
+            unformed == Some(latest.generation)
+                || unformed.unwrap_or(of).next() == latest.generation
+        });
         if generation.is_some() && donor_joins_too {
+            if is_next && latest.rank_of(self.me).is_some() {
+                self.fetch.unformed = Some(latest.generation);
+            }
             // The donor sends its group's remaining steps and then ends the stream.
             return;
         }
         // Without the end of the stream, the last result may belong to a step that the donor alone
-        // committed. The very next group repairs the other ranks with it; a later group has
-        // diverged from it.
+        // committed. The next group repairs the other ranks with it; a later one has diverged from
+        // it.
         let same_history = match ended {
             Some(ended) => ended <= latest.generation,
-            None => generation.is_some_and(|of| of.next() == latest.generation),
+            None => is_next,
         };
         if !same_history {
             self.forget_state();
@@ -179,7 +187,7 @@ impl Session {
         self.state = None;
         self.step.last_headers = None;
         self.step.outcome = None;
-        self.fetch.generation = None;
+        (self.fetch.generation, self.fetch.unformed) = (None, None);
     }
 }
 
@@ -330,6 +338,28 @@ mod tests {
             session.fetch_broke();
             assert_eq!(brings(&mut session, generation), brought);
         }
+    }
+
+    #[test]
+    fn a_generation_that_waits_for_the_joiner_does_not_come_between() {
+        // Without worker 9, generation 2 may have formed, and made steps.
+        for (second, brought) in [(&[1, 9][..], Some(4)), (&[1, 2], None)] {
+            let mut session = joiner();
+            session.handle_membership(membership(2, second, false));
+            assert_eq!(session.poll(), Task::Fetch(WorkerId(1), at(1).1));
+            session.handle_membership(membership(3, &[9], true));
+            assert_eq!(brings(&mut session, 3), brought);
+        }
+        let mut session = joiner();
+        for generation in 2..5 {
+            session.handle_membership(membership(generation, &[1, 2, 9], false));
+        }
+        session.handle_membership(membership(5, &[2, 9], true));
+        assert_eq!(brings(&mut session, 5), Some(4));
+        let mut session = joiner();
+        session.handle_membership(membership(2, &[1, 9], false));
+        session.handle_membership(membership(4, &[9], true));
+        assert_eq!(brings(&mut session, 4), None);
     }
 
     #[test]

@@ -204,6 +204,9 @@ pub(super) struct Fetch {
     pub(super) donors: VecDeque<(WorkerId, SocketAddr)>,
     /// The donor's generation when it committed the newest fetched state or result.
     pub(super) generation: Option<Generation>,
+    /// The newest of the generations after that one that can't have formed: all of them wait for
+    /// this worker, which still fetches.
+    pub(super) unformed: Option<Generation>,
     /// The donor ended its stream because it joins this generation.
     pub(super) ended: Option<Generation>,
     /// The stream ended otherwise.

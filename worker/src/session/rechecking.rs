@@ -83,14 +83,15 @@ impl Session {
         let all: Vec<&[u64]> = all.iter().map(Vec::as_slice).collect();
         let records = |index: usize| disputes[index].ranges[0];
         let (step, group) = (self.state.as_ref().map_or(0, |state| state.step), group.clone());
-        match judge(disputes, &all) {
+        let of_program = self.job.audit.is_some_and(|plan| plan.of_program);
+        match judge(disputes, &all, of_program) {
             Judgement::Verdict(verdict) => {
                 Err(group.mismatch(step, Found::Audit(records(0)), verdict))
             }
             Judgement::Nondeterministic(index) => {
                 // All ranks find the same, and one says it.
                 if group.rank == 0 {
-                    let error = nondeterministic(step, records(index));
+                    let error = nondeterministic(step, records(index), of_program);
                     self.halt(Halt { reason: Reason::Error(error), ranges: Vec::new() });
                 }
                 self.phase = Phase::Round { group, assigned: None, computed: false };
@@ -100,8 +101,9 @@ impl Session {
     }
 }
 
-/// Finds out who is wrong. `again`: for each rank the digests of all disputes.
-fn judge(disputes: &[Dispute], again: &[&[u64]]) -> Judgement {
+/// Finds out who is wrong. `again`: for each rank the digests of all disputes. `of_program`: see
+/// [`AuditPlan`](crate::session::audit::AuditPlan).
+fn judge(disputes: &[Dispute], again: &[&[u64]], of_program: bool) -> Judgement {
     let mut failing = vec![false; again.len()];
     let mut is_open = false;
     for (index, dispute) in disputes.iter().enumerate() {
@@ -113,7 +115,9 @@ fn judge(disputes: &[Dispute], again: &[&[u64]]) -> Judgement {
         };
         let results: Vec<Option<u64>> = (0..again.len()).map(result).collect();
         let votes = || results.iter().flatten();
-        if results.len() - votes().count() > 1 {
+        let is_new = |digest| dispute.votes.iter().all(|(_, other)| *other != digest);
+        let is_blamed = of_program && again.len() == 1 && is_new(again[0][index]);
+        if is_blamed || results.len() - votes().count() > 1 {
             return Judgement::Nondeterministic(index);
         }
         let count = |digest: &u64| votes().filter(|&other| other == digest).count();
@@ -130,13 +134,26 @@ fn judge(disputes: &[Dispute], again: &[&[u64]]) -> Judgement {
     Judgement::Verdict(Verdict { failing, has_majority: is_decided })
 }
 
-fn nondeterministic(step: u64, records: RecordRange) -> String {
+fn nondeterministic(step: u64, records: RecordRange, of_program: bool) -> String {
     let RecordRange { epoch, start, end } = records;
+    let (what, remedy) = if of_program {
+        (
+            "program",
+            "what its loop computes of a batch must depend on the batch and the model alone, not \
+             on what it computed before; random numbers of generators of its own are those of \
+             job.generator(record=...), and those of a data set those of record.seed_for()",
+        )
+    } else {
+        (
+            "model",
+            "its methods must depend on their arguments alone (for random numbers, on \
+             Gradients::record_key)",
+        )
+    };
     format!(
-        "--audit: in step {}, several workers computed another gradient or loss each time they \
-         computed records {start}..{end} of epoch {epoch}, so the model is not deterministic and \
-         can't be audited: its methods must depend on their arguments alone (for random numbers, \
-         on Gradients::record_key); correct it, or train without --audit",
+        "--audit: in step {}, the workers computed another gradient or loss each time they \
+         computed records {start}..{end} of epoch {epoch}, so the {what} is not deterministic and \
+         can't be audited: {remedy}; correct it, or train without --audit",
         step.saturating_add(1)
     )
 }
@@ -152,7 +169,7 @@ mod tests {
     use crate::session::audit::AuditPlan;
     use crate::session::tests::pair::Pair;
 
-    const ALL: AuditPlan = AuditPlan { seed: 7, per_million: 1_000_000 };
+    const ALL: AuditPlan = AuditPlan { seed: 7, per_million: 1_000_000, of_program: false };
 
     fn range(start: u64, end: u64) -> RecordRange {
         RecordRange { epoch: 0, start, end }
@@ -200,14 +217,14 @@ mod tests {
         for (votes, again, expected) in table {
             let dispute = Dispute { ranges: vec![range(0, 4)], votes: votes.to_vec() };
             let again: Vec<&[u64]> = again.iter().map(std::slice::from_ref).collect();
-            assert_eq!(judge(&[dispute], &again), *expected, "{votes:?} {again:?}");
+            assert_eq!(judge(&[dispute], &again, false), *expected, "{votes:?} {again:?}");
         }
         // A rank that is always wrong is at fault in its part, and in the one that it audits.
         let dispute =
             |votes: [(usize, u64); 2]| Dispute { ranges: vec![range(0, 4)], votes: votes.to_vec() };
         let disputes = [dispute([(0, 9), (1, RIGHT)]), dispute([(2, RIGHT), (0, 9)])];
         let again: [&[u64]; 3] = [&[9, 9], &[RIGHT; 2], &[RIGHT; 2]];
-        assert_eq!(judge(&disputes, &again), fails(&[0], true));
+        assert_eq!(judge(&disputes, &again, false), fails(&[0], true));
     }
 
     /// A pair whose steps have 4 of 100 records and are audited.
@@ -307,6 +324,31 @@ mod tests {
     }
 
     #[test]
+    fn the_first_step_of_a_program_is_audited() {
+        let audit = Some(AuditPlan { per_million: 1, of_program: true, ..ALL });
+        let mut pair = Pair::new(JobPlan { audit, ..JobPlan::of_one_epoch(100, 4) });
+        pair.exchange_headers();
+        compute_twice(&mut pair, [1, 2], [2, 1]);
+        sum(&mut pair);
+        for session in &mut pair.0 {
+            session.updated(Duration::ZERO);
+            assert!(matches!(session.poll(), Task::Compute { .. }), "{session:?}");
+            assert!(!session.assignment.is_audited());
+        }
+    }
+
+    #[test]
+    fn a_program_that_alone_has_three_results_is_not_deterministic() {
+        let votes = vec![(0, 9), (0, 1)];
+        let dispute = [Dispute { ranges: vec![range(0, 4)], votes }];
+        let judged = |digest, of_program| judge(&dispute, &[&[digest]], of_program);
+        assert_eq!(judged(5, true), Judgement::Nondeterministic(0));
+        for (digest, of_program) in [(5, false), (9, true), (1, true)] {
+            assert_eq!(judged(digest, of_program), fails(&[0], false), "{digest} {of_program}");
+        }
+    }
+
+    #[test]
     fn a_rank_that_cannot_read_the_records_again_is_waited_for() {
         let mut pair = pair();
         compute_twice(&mut pair, [9, 2], [2, 1]);
@@ -378,7 +420,7 @@ mod tests {
 
     #[test]
     fn what_a_member_owes_is_audited_by_a_worker_that_joins() {
-        let audit = Some(AuditPlan { seed: 7, per_million: 1 });
+        let audit = Some(AuditPlan { per_million: 1, ..ALL });
         let mut pair = Pair::new(JobPlan { audit, ..JobPlan::of_one_epoch(100, 4) });
         pair.0[0].assignment.audit.is_owed = true;
         pair.exchange_headers();

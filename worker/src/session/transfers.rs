@@ -191,6 +191,7 @@ impl Session {
         let record = StateRecord::after(records, self.job.records);
         let is_installed = self.install(StateRecord { created: self.generation(), ..record }, None);
         debug_assert!(is_installed, "the initial ledger is a prefix of the order");
+        self.assignment.audit.begin(&self.job);
         self.end_task(&Task::CreateState);
     }
 

@@ -10,6 +10,7 @@ use super::Trainer;
 use super::parts::Parts;
 use super::stopped::Stopped;
 use crate::audit::PartDigest;
+use crate::external::Comparison;
 use crate::failure::Failure;
 use crate::metrics;
 use crate::model::Model;
@@ -42,8 +43,31 @@ impl<M: Model> Trainer<'_, M> {
         computed.or_else(|stopped| self.halt_of_program(stopped))
     }
 
+    /// The records of a task are computed next.
+    pub(super) fn compare_own(&mut self) {
+        self.compare(match self.session.assignment.needs_own_digest() {
+            true => Comparison::Own,
+            false => Comparison::None,
+        });
+    }
+
+    fn compare(&mut self, comparison: Comparison) {
+        if let Some(bridge) = self.model.as_bridge() {
+            bridge.compare(comparison);
+        }
+    }
+
     /// Digest of a part that is computed by itself; `None` if its records can't be read now.
     fn digest_again(&mut self, ranges: &[RecordRange]) -> Result<Option<u64>, Stopped> {
+        self.compare(Comparison::Again);
+        let digest = self.digest_of(ranges);
+        self.compare(Comparison::None);
+        // What the program reports was counted where the records were computed first.
+        drop(metrics::take_reported());
+        digest
+    }
+
+    fn digest_of(&mut self, ranges: &[RecordRange]) -> Result<Option<u64>, Stopped> {
         let order = Arc::clone(&self.order);
         let fail = |error| Failure::on_records(error, order.ranges(ranges));
         let most = self.model.max_micro_batch().unwrap_or(usize::MAX).max(1);
@@ -75,13 +99,14 @@ impl<M: Model> Trainer<'_, M> {
             self.end_again(&mut digest);
             computed.map_err(fail)?;
         }
-        // What the program reports was counted where the records were computed first.
-        drop(metrics::take_reported());
         Ok(Some(digest.end(loss_sum)))
     }
 
     /// The gradients that follow are computed again, in memory of their own.
     fn begin_again(&mut self) {
+        if let Some(bridge) = self.model.as_bridge() {
+            bridge.begin_gradient();
+        }
         match (&mut self.exact, &mut self.tensors) {
             (Some(exact), _) => exact.add(),
             (None, Tensors::Host { state, .. }) => {

@@ -46,12 +46,12 @@ pub(crate) struct ResilienceOptions {
     /// with N spares, up to N workers that are lost at once are made up for in milliseconds,
     /// however long a worker takes to start and to receive the state. What is lost then starts
     /// again as a spare. There may be at most twice --max-workers. Each of them needs what a worker
-    /// needs, and receives each step's sum. With
-    /// tables or --shard-optimizer, spares hold no part of the rows or of the optimizer's state
-    /// before they join, so no more workers may be lost at once than without them. A
-    /// spare that is silent or has stopped to follow takes no place, and is replaced: after
-    /// --worker-timeout if a worker is missing, otherwise after 10 s, as it often comes back before
-    /// another one has started, and after --step-timeout if it only sends heartbeats.
+    /// needs, and receives each step's sum. With tables or --shard-optimizer, spares hold no part
+    /// of the rows or of the optimizer's state before they join, so no more workers may be lost at
+    /// once than without them. A spare that is silent or has stopped to follow takes no place, and
+    /// is replaced: after --worker-timeout if a worker is missing, otherwise after 10 s, as it
+    /// often comes back before another one has started, and after --step-timeout if it only sends
+    /// heartbeats.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) spares: u32,
 
@@ -64,7 +64,8 @@ pub(crate) struct ResilienceOptions {
     /// result is replaced, on another node if possible: its memory or processor has a fault. The
     /// step is then computed again. With two workers that stand by their results, none is trusted,
     /// and the job goes back to the newest checkpoint. A model that is not deterministic is
-    /// refused; so are PyTorch programs, models on GPUs and models with tables. [default: no step]
+    /// refused; so are models on GPUs and models with tables. The loop of a PyTorch program yields
+    /// the batches of the other part, too. [default: no step]
     #[arg(long, value_name = "PERCENT", value_parser = parse_audit)]
     pub(crate) audit: Option<u32>,
 

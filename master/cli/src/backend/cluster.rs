@@ -11,7 +11,7 @@ use elasticdl_master::job::{JobSpec, Scaling};
 use elasticdl_master::kube::anchor::{
     Anchor, CHECKPOINT, Data, DesiredState, STATUS, STOP, STOP_AT_ONCE, SUMMARY, SUSPEND, WEIGHT,
 };
-use elasticdl_master::kube::client::{Cluster, ClusterChoice};
+use elasticdl_master::kube::client::{Cluster, ClusterChoice, ClusterError};
 use elasticdl_master::kube::facts::read_facts;
 use elasticdl_master::kube::inspection::{self, InspectionError};
 use elasticdl_master::kube::logs::LogSource;
@@ -51,7 +51,19 @@ impl ClusterHandle {
     }
 
     fn data(&self) -> Result<Data, Failure> {
-        Ok(self.runtime.block_on(self.anchor.read())?.data.unwrap_or_default())
+        let read = self.runtime.block_on(self.anchor.read());
+        Ok(read.map_err(|error| self.explain(error))?.data.unwrap_or_default())
+    }
+
+    /// A Job whose anchor was deleted fails, and is all that is left of the job.
+    fn explain(&self, error: ClusterError) -> Failure {
+        let why = match &error {
+            ClusterError::NoSuchJob { .. } => {
+                self.runtime.block_on(master_pods::inspect(&self.cluster, &self.name)).failed
+            }
+            _ => None,
+        };
+        why.map_or_else(|| error.into(), |why| Failure::failed(self.job_failed(&why)))
     }
 
     /// Requests a change of the job, by keys of its anchor.
@@ -83,9 +95,8 @@ impl ClusterHandle {
 
     /// What prints the logs of all workers in a cluster.
     fn logs_by_kubectl(&self, follow: bool) -> Failure {
-        let uid = self.runtime.block_on(self.anchor.read()).map(|anchor| anchor.metadata.uid);
-        match uid {
-            Err(error) => error.into(),
+        match self.runtime.block_on(self.anchor.read()).map(|anchor| anchor.metadata.uid) {
+            Err(error) => self.explain(error),
             Ok(uid) => Failure::usage(format!(
                 "--all is only for jobs of this machine; in a cluster use: kubectl logs \
                  --namespace {} --selector {} --prefix --max-log-requests 100{}",
@@ -124,7 +135,8 @@ impl JobHandle for ClusterHandle {
 
     /// Returns the status that the master has written last.
     fn status(&self) -> Result<Status, Failure> {
-        let anchor = self.runtime.block_on(self.anchor.read())?;
+        let read = self.runtime.block_on(self.anchor.read());
+        let anchor = read.map_err(|error| self.explain(error))?;
         let data = anchor.data.unwrap_or_default();
         let health = self.runtime.block_on(master_pods::inspect(&self.cluster, &self.name));
         let failed =
@@ -301,7 +313,7 @@ impl JobHandle for ClusterHandle {
             JobLog::Workers => return Err(self.logs_by_kubectl(follow)),
         };
         let copied = logs::copy(&self.cluster, &self.anchor, &self.name, source, follow, write);
-        Ok(self.runtime.block_on(copied)?)
+        self.runtime.block_on(copied).map_err(|error| self.explain(error))
     }
 }
 

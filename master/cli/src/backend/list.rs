@@ -23,7 +23,7 @@ pub(crate) fn cluster_jobs(choice: &ClusterChoice) -> Result<Vec<JobRow>, Failur
     new_runtime()?.block_on(async {
         let cluster = Cluster::connect(choice).await?;
         let anchors = anchor::list_all(&cluster).await?;
-        let failed = master_pods::failed_jobs(&cluster).await;
+        let mut failed = master_pods::failed_jobs(&cluster).await;
         let masters = Masters::read(&cluster, None).await;
         let mut rows = Vec::new();
         for anchor in anchors {
@@ -31,7 +31,7 @@ pub(crate) fn cluster_jobs(choice: &ClusterChoice) -> Result<Vec<JobRow>, Failur
             let Some(name) = anchor.metadata.name else { continue };
             let data = anchor.data.unwrap_or_default();
             let (mut health, mut silence) = (MasterHealth::default(), None);
-            health.failed = failed.get(&name).cloned();
+            health.failed = failed.remove(&name);
             if data.contains_key(SUMMARY) {
                 // It has ended, and needs no master.
             } else if data.contains_key(STATUS) {
@@ -43,6 +43,14 @@ pub(crate) fn cluster_jobs(choice: &ClusterChoice) -> Result<Vec<JobRow>, Failur
             let row = JobRow { namespace, age_s, job: name, ..JobRow::default() };
             rows.push(cluster_row(row, &data, health, silence));
         }
+        // Of these only the Job is left: their anchors were deleted.
+        rows.extend(failed.into_keys().map(|job| JobRow {
+            namespace: Some(cluster.namespace.clone()),
+            job,
+            state: FAILED.into(),
+            has_ended: true,
+            ..JobRow::default()
+        }));
         Ok(rows)
     })
 }

@@ -87,6 +87,11 @@ JSON (keys are stable; null for values that do not apply or are not yet known):
                         has capacity; for_s: seconds until it is used again, or null
   priority_tiers[]      {class, launches, workers}: workers started and connected per priority class
   allreduce_transport   transport of the gradient all-reduce, as text
+  limiting_link         {from, from_host, to, to_host, host, limited, bytes_per_s} of the link
+                        between two workers that the network has limited for most of the last 20 s,
+                        unlike others, while the steps waited for it; or null. limited: part of that
+                        time; bytes_per_s: what the network delivered meanwhile; host: if several
+                        links are so slow, the host that is an end of each
   tables                {rows, touches, shards_at_risk} of the model's embedding tables: rows that
                         exist; pairs of a trained record and a row; parts with fewer copies than
                         there could be; or null

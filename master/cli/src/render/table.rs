@@ -50,6 +50,9 @@ pub(crate) fn to_table(status: &Status) -> String {
     if let Some(allreduce_transport) = &status.allreduce_transport {
         row("all-reduce", &one_line(allreduce_transport));
     }
+    if let Some(link) = &status.limiting_link {
+        row("slow link", &one_line(&link.to_string()));
+    }
     if let Some(TablesStatus { rows, touches, shards_at_risk }) = status.tables {
         let bytes = status.workers.iter().filter_map(|worker| worker.table_bytes).sum();
         let risk = match shards_at_risk {
@@ -227,7 +230,7 @@ const VALUE_COLUMNS: usize = 67;
 #[cfg(test)]
 pub(crate) mod tests {
     use elasticdl_proto::{
-        Cause, Generation, HostReport, LaunchId, LaunchStatus, MembershipChange,
+        Cause, Generation, HostReport, LaunchId, LaunchStatus, LimitingLink, MembershipChange,
         PriorityTierStatus, SavedCheckpoint, WorkerId,
     };
 
@@ -320,6 +323,15 @@ pub(crate) mod tests {
             }],
             priority_tiers: vec![tier("elasticdl-core", 2, 2), tier("elasticdl-tier-1", 1, 0)],
             allreduce_transport: Some("TCP".into()),
+            limiting_link: Some(LimitingLink {
+                from: WorkerId(1),
+                from_host: Some("node-2".into()),
+                to: WorkerId(2),
+                to_host: Some("node-3".into()),
+                host: None,
+                limited: 0.75,
+                bytes_per_s: 12_340_000.0,
+            }),
             evaluated: Some(Evaluated {
                 step: 9,
                 records: 50,
@@ -349,6 +361,8 @@ loss         0.2500, learning rate 0.001
              accuracy 0.5000
 speed        20.0 k records/s, 64 s left
 all-reduce   TCP
+slow link    the link from worker 1 on node-2 to worker 2 on node-3 limits the
+               steps: the network delivers 12.3 MB/s
 generation   2
 workers      2 desired, 2 spares (1 caught up, 3 promoted)
              worker     pid  rank  state           step  ms/step  share  limit

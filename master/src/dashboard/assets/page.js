@@ -167,11 +167,22 @@
   /** What a worker without contact shows of its work. */
   const NOTHING = Array(6).fill("–");
 
+  /** Which link limits the steps, as a sentence; empty if none does. */
+  function slowLink(link) {
+    if (!link) return "";
+    const on = (host) => (host ? ` on ${host}` : "");
+    const what = link.host ? `The links of host ${link.host} limit`
+      : `The link from worker ${link.from}${on(link.from_host)} to worker ${link.to}` +
+        `${on(link.to_host)} limits`;
+    return `${what} the steps: the network delivers ${(link.bytes_per_s / 1e6).toFixed(1)} MB/s.`;
+  }
+
   function workers(status) {
     const slow = status.workers.filter((worker) => worker.straggler);
     dom.text(dom.id("stragglers"), slow.length === 0 ? "No worker is a straggler."
       : slow.map((worker) => `Worker ${worker.worker} is a straggler, limited by ` +
         `${worker.limited_by ?? "an unknown cause"}.`).join(" "));
+    dom.text(dom.id("slow-link"), slowLink(status.limiting_link));
     const ms = (us) => text.milliseconds(us / 1000);
     const away = new Map(status.workers_disconnected.map((one) => [one.worker, one]));
     const rows = status.workers.map((worker) => [

@@ -29,7 +29,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use elasticdl_proto::WorkerId;
+use elasticdl_proto::{LimitingLink, LinkPace, WorkerId};
 
 use crate::job::event::{Heartbeat, Stall};
 use crate::job::job::Job;
@@ -51,6 +51,10 @@ impl Job {
         let Some(w) = self.workers.get_mut(worker) else { return };
         w.note_stall(now, heartbeat.stall, interval);
         w.usage = heartbeat.usage.or(w.usage);
+        if let Some(pace) = heartbeat.link_pace {
+            self.note_link_pace(now, worker, pace);
+        }
+        let Some(w) = self.workers.get_mut(worker) else { return };
         let lagged = w.lags(now);
         heartbeat.step.into_iter().for_each(|step| w.note_step(now, step, newest));
         if lagged && !w.lags(now) {
@@ -60,6 +64,28 @@ impl Job {
             w.hold_state();
             self.out.mark_dirty();
             self.reconcile(now);
+        }
+    }
+
+    /// Notes the link of a worker, and compares the links of all members now and then.
+    fn note_link_pace(&mut self, now: Time, worker: WorkerId, pace: LinkPace) {
+        if ![worker, pace.to].iter().all(|&id| self.workers.is_member(id)) {
+            return;
+        }
+        let generation = self.group.generation();
+        if !self.lifecycle.slow_links.note(now, generation, worker, pace) {
+            return;
+        }
+        let slowest = self.lifecycle.slow_links.slowest(|id| self.node_of(id));
+        let awaits = |link: &LimitingLink| {
+            let sender = self.workers.get(link.from);
+            sender.and_then(|w| w.pace().last()).is_some_and(|last| last.awaits_network())
+        };
+        if let Some(link) = slowest.filter(awaits) {
+            let line = link.to_string();
+            if self.lifecycle.slow_links.find(now, link) {
+                self.log_event(line);
+            }
         }
     }
 

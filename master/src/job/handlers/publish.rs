@@ -142,8 +142,10 @@ impl Job {
         let world_size =
             u32::try_from(group.members().len()).expect("members are limited by max_workers");
         let mut promoted = begun.joined.clone();
-        promoted
-            .retain(|id| spares.contains(id) && !(begun.lost.is_empty() && begun.left.is_empty()));
+        let leaves = |id: &WorkerId| workers.get(*id).is_some_and(Worker::is_leaving);
+        let has_vacancy = !begun.lost.is_empty() || !begun.left.is_empty();
+        let replaces = has_vacancy || group.members().iter().any(leaves);
+        promoted.retain(|id| replaces && spares.contains(id));
         reporting.totals.spares_promoted += promoted.len() as u64;
         let record = MembershipChange {
             generation: group.generation(),

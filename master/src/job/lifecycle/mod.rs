@@ -14,6 +14,7 @@ pub(crate) mod persisted;
 pub(crate) mod removal;
 pub(crate) mod restart;
 pub(crate) mod shutdown;
+mod slow_links;
 pub(crate) mod state;
 pub(crate) mod state_loss;
 mod suspension;

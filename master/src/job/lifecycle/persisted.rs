@@ -137,6 +137,9 @@ pub(crate) struct PersistedLaunch {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct PersistedShutdown {
     pub(crate) outcome: Outcome,
+    /// Whether the job ended because it was stopped.
+    #[serde(default)]
+    pub(crate) was_stopping: bool,
     pub(crate) error: Option<String>,
     pub(crate) final_report: Option<Finished>,
 }
@@ -330,6 +333,7 @@ impl Job {
         let Self { spec, workers, group, data, lifecycle, reporting, .. } = self;
         let ending = lifecycle.outcome().map(|outcome| PersistedShutdown {
             outcome,
+            was_stopping: lifecycle.was_stopping,
             error: reporting.error().map(str::to_owned),
             final_report: reporting.final_report().map(short_report),
         });

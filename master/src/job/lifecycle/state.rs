@@ -10,6 +10,7 @@ use super::failed_slots::FailedSlots;
 use super::fatal_reports::FatalReports;
 use super::host_checks::HostChecks;
 use super::restart::{Budget, Restarts};
+use super::slow_links::SlowLinks;
 use super::takeover_state::Takeover;
 use crate::job::action::Outcome;
 use crate::job::event::Exit;
@@ -36,6 +37,7 @@ pub(crate) struct Lifecycle {
     avoided: Option<(String, Time)>,
     pub(super) bad_hosts: BadHosts,
     pub(crate) host_checks: HostChecks,
+    pub(crate) slow_links: SlowLinks,
     /// When the first worker was asked to describe the data set.
     pub(crate) describing_since: Option<Time>,
     /// The longest evaluation of the group so far.
@@ -116,6 +118,7 @@ impl Lifecycle {
             avoided: None,
             bad_hosts: BadHosts::default(),
             host_checks: HostChecks::default(),
+            slow_links: SlowLinks::default(),
             describing_since: None,
             longest_evaluation: Duration::ZERO,
             began: None,

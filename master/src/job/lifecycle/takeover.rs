@@ -155,6 +155,7 @@ impl Job {
     /// Restores a job that is over, whose processes may still run.
     fn restore_ending(&mut self, now: Time, ending: PersistedShutdown) {
         self.reporting.restore_ending(ending.error, ending.final_report);
+        self.lifecycle.was_stopping = ending.was_stopping;
         self.lifecycle.phase = Phase::Ending(ending.outcome);
         self.log_event(format!(
             "the job was {} when its master died",

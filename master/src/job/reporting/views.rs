@@ -68,6 +68,7 @@ impl Job {
         let status = |(id, w): (WorkerId, &Worker)| self.worker_status(now, id, w);
         let workers = self.workers.connected().map(status).collect();
         let hosts = self.lifecycle.host_checks.measured();
+        let limiting_link = self.lifecycle.slow_links.limiting(now, self.group.generation());
         Status {
             job: self.spec.name.clone(),
             run_id: self.run_id.to_string(),
@@ -100,6 +101,7 @@ impl Job {
             hosts_avoided: self.hosts_avoided(now),
             priority_tiers: self.priority_tiers(),
             allreduce_transport: self.reporting.allreduce_transport.clone(),
+            limiting_link: limiting_link.cloned(),
             steps_skipped: self.reporting.totals.steps_skipped,
             evaluated: self.evaluated(),
             evaluated_best: self.reporting.evaluations.best.clone(),

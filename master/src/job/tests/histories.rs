@@ -62,8 +62,8 @@ fn letter(world: &mut World, letter: usize) {
 /// All but cuts, which need a spec of their own, and resets.
 const LETTERS: usize = 12;
 
-/// Letters for histories of five: exits, failures, leaves, broken links, steps, time and scaling.
-const FREQUENT_LETTERS: [usize; 7] = [0, 2, 3, 4, 6, 7, 8];
+/// Letters for histories of five: exits, leaves, broken links, steps and scaling.
+const FREQUENT_LETTERS: [usize; 5] = [0, 2, 4, 6, 8];
 
 #[test]
 fn every_history_of_five_frequent_events_ends_with_each_record_counted_once() {
@@ -137,14 +137,14 @@ fn every_history_of(spec: &JobSpec, letters: &[usize], len: u32) {
 #[test]
 fn long_seeded_histories_end_with_each_record_counted_once() {
     let mut outcomes = [0; 4];
-    for seed in 0..3000 {
+    for seed in 0..1500 {
         let name = NamedHistory(format!("seed {seed}"));
         let outcome = seeded(seed);
         outcomes[outcome as usize] += 1;
         name.passed();
     }
     let [completed, failed, refused, stopped] = outcomes;
-    assert!(completed > 1000 && failed > 50 && stopped > 50 && refused == 0, "{outcomes:?}");
+    assert!(completed > 500 && failed > 25 && stopped > 25 && refused == 0, "{outcomes:?}");
 }
 
 fn seeded(seed: u64) -> Outcome {

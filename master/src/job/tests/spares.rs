@@ -366,6 +366,17 @@ fn a_spare_that_catches_up_before_the_first_step_has_the_state() {
 }
 
 #[test]
+fn a_spare_that_takes_over_from_the_last_member_while_it_leaves_is_promoted() {
+    let mut job = formed_of(1, 1, 0);
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    caught_up(&mut job, 2..=2);
+    follow(&mut job, 20, &[(2, NEWEST)]);
+    deliver(&mut job, 1, WorkerMessage::Leaving);
+    let line = "generation 2: worker 2 promoted; 2 workers continue";
+    assert_eq!(job.status(at(20_000)).events.last().unwrap(), line);
+}
+
+#[test]
 fn a_group_that_is_lost_before_its_first_step_loses_no_state() {
     let mut job = formed_of(1, 1, 0);
     deliver(&mut job, 1, formed(1, 0, &[]));

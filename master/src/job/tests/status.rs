@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use elasticdl_proto::{Generation, RankStep, WorkerId};
+use elasticdl_proto::{Generation, Heartbeat, LinkPace, RankStep, WorkerId};
 
 use super::super::reporting::history;
 use super::super::reporting::speed::Speed;
@@ -242,4 +242,48 @@ fn a_training_job_shows_no_shards_and_no_leases() {
     let status = job.status(at(0));
     assert_eq!((status.shards, status.records_counted), (None, 4));
     assert!(status.workers.iter().all(|worker| worker.leased_records.is_none()), "{status:?}");
+}
+
+/// All members of a ring report their links; that of worker 2 is limited for this percentage.
+fn report_links(job: &mut Job, seconds: std::ops::Range<u64>, percent: u64) {
+    for second in seconds.step_by(2) {
+        for from in 1..=3 {
+            let limited = Duration::from_millis(if from == 2 { 20 * percent } else { 100 });
+            let (to, measured) = (WorkerId(from % 3 + 1), Duration::from_secs(2));
+            let pace = LinkPace { to, measured, limited, bytes: 24_000_000 };
+            let heartbeat = Heartbeat { link_pace: Some(pace), ..Heartbeat::default() };
+            let message = WorkerMessage::Heartbeat(heartbeat);
+            job.handle(at(1000 * second), Event::Message { worker: WorkerId(from), message });
+        }
+    }
+}
+
+#[test]
+fn a_link_that_limits_the_steps_is_shown_until_it_does_not_and_told_once() {
+    let mut job = started(spec(), &[20]);
+    let limiting = |job: &Job, seconds: u64| {
+        job.status(at(1000 * seconds)).limiting_link.map(|link| (link.from.0, link.to.0))
+    };
+    let told = |job: &Job| {
+        let events = job.status(at(0)).events;
+        events.into_iter().filter(|line| line.contains("limits the steps")).collect::<Vec<_>>()
+    };
+    report_links(&mut job, 0..40, 90);
+    assert_eq!((limiting(&job, 40), told(&job)), (None, vec![]), "no step is known to wait");
+    // A step of 3 ms, of which 7 µs are computed.
+    deliver(&mut job, 1, committed(1, 3, &[(0, 4)]));
+    report_links(&mut job, 40..80, 90);
+    assert_eq!(limiting(&job, 80), Some((2, 3)));
+    let line =
+        "the link from worker 2 to worker 3 limits the steps: the network delivers 13.3 MB/s";
+    assert_eq!(told(&job), [line]);
+    report_links(&mut job, 80..120, 5);
+    assert_eq!((limiting(&job, 120), told(&job).len()), (None, 1));
+    report_links(&mut job, 120..160, 90);
+    assert_eq!((limiting(&job, 160), told(&job).len()), (Some((2, 3)), 2));
+    // Nothing is known of the links of the next generation, and none leads to a lost worker.
+    lose(&mut job, 160_000, 1);
+    assert_eq!(limiting(&job, 160), None);
+    report_links(&mut job, 160..200, 90);
+    assert_eq!((limiting(&job, 200), told(&job).len()), (None, 2));
 }

@@ -44,10 +44,21 @@ impl LastStep {
         if self.records == 0 { 0.0 } else { self.rank.records as f64 / self.records as f64 }
     }
 
+    /// Whether a good part of the step's time was spent neither in the model's code nor with
+    /// reading: waiting for others, and for the transfer.
+    pub(crate) fn awaits_network(&self) -> bool {
+        self.network_us() > self.step_us / 4
+    }
+
+    fn network_us(&self) -> u64 {
+        let RankStep { compute_us, input_us, .. } = self.rank;
+        self.step_us.saturating_sub(compute_us.saturating_add(input_us))
+    }
+
     /// What most of the step's time went to.
     pub(crate) fn limited_by(&self) -> &'static str {
         let RankStep { compute_us, input_us, .. } = self.rank;
-        let network_us = self.step_us.saturating_sub(compute_us.saturating_add(input_us));
+        let network_us = self.network_us();
         let by_time = [(network_us, "network"), (input_us, "input"), (compute_us, "compute")];
         by_time.into_iter().max_by_key(|(us, _)| *us).map_or("compute", |(_, name)| name)
     }
@@ -159,12 +170,14 @@ mod tests {
                 elasticdl_proto::StepTimes { steps: 2, step_us: 2 * step_us, reduce_us: 0 };
             let mut pace = StepPace::default();
             pace.note(&report, 0);
-            pace.last().unwrap().limited_by()
+            let last = pace.last().unwrap();
+            (last.limited_by(), last.awaits_network())
         };
-        assert_eq!(limit(500, 100, 900), "compute");
-        assert_eq!(limit(100, 500, 900), "input");
-        assert_eq!(limit(100, 100, 900), "network");
-        assert_eq!(limit(0, 0, 0), "compute");
+        assert_eq!(limit(500, 100, 900), ("compute", true));
+        assert_eq!(limit(100, 500, 900), ("input", true));
+        assert_eq!(limit(100, 100, 900), ("network", true));
+        assert_eq!(limit(600, 80, 900), ("compute", false));
+        assert_eq!(limit(0, 0, 0), ("compute", false));
     }
 
     #[test]

@@ -36,12 +36,14 @@ async fn a_pod_finds_its_job_and_sees_each_change_of_its_options() {
     let declaration = declaration(&fake, &cluster).await;
     assert_eq!((&*declaration.name, &*declaration.image), ("j", "model:1"));
     fake.put("jobs", "j", document("seed = 1"));
-    let asked = |text: &str| Document { options: Some(text.into()), train_job: None };
+    let asked = |text: &str| Document { options: Some(text.into()), ..Document::default() };
     assert_eq!(declaration.document().await.unwrap(), asked("seed = 1"));
     let mut watch = declaration.watch();
     assert_eq!(watch.next().await, asked("seed = 1"));
-    fake.put("jobs", "j", document("seed = 2"));
-    assert_eq!(watch.next().await, asked("seed = 2"));
+    let mut changed = document("seed = 2");
+    changed["spec"]["suspend"] = true.into();
+    fake.put("jobs", "j", changed);
+    assert_eq!(watch.next().await, Document { suspend: true, ..asked("seed = 2") });
     fake.put("pods", "alone", json!({"metadata": {"name": "alone", "uid": "q"}}));
     assert!(Declaration::of_pod(&cluster, "alone", None).await.unwrap().is_none());
 }
@@ -61,7 +63,10 @@ async fn the_pod_of_a_train_job_finds_it_and_what_its_runtime_asks_for() {
     let declaration = Declaration::of_pod(&cluster, "j-x1", Some("t")).await.unwrap().unwrap();
     assert_eq!((&*declaration.name, declaration.kind()), ("t", "TrainJob"));
     assert_eq!(declaration.runtime_options(), Some("volume = 'v'"));
-    let asked = |spec| Document { options: Some("seed = 1".into()), train_job: Some(spec) };
+    let asked = |spec| {
+        let options = Some("seed = 1".into());
+        Document { options, train_job: Some(spec), suspend: false }
+    };
     let mut watch = declaration.watch();
     assert_eq!(watch.next().await, asked(TrainJobSpec::default()));
     assert_eq!(declaration.document().await.unwrap(), asked(TrainJobSpec::default()));

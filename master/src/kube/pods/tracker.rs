@@ -43,8 +43,8 @@ use crate::kube::events::{self, PodWarning};
 use crate::kube::objects::{self, LAUNCH_LABEL};
 use crate::kube::priority_tiers::Weight;
 use crate::kube::verdict::{
-    Cause, End, Termination, Verdict, classify, exit_of, has_running_sidecar, reclaim_cause,
-    vanished,
+    Cause, End, Termination, Verdict, classify, exit_of, has_running_sidecar, output_tail,
+    reclaim_cause, vanished,
 };
 
 /// The launches of a job, and the state of their pods.
@@ -457,19 +457,19 @@ impl PodTracker {
         match preempted {
             // The Event has been recorded already.
             Some(message) => end = End { cause: Cause::Preempted, detail: message },
-            None if end.cause == Cause::Deleted => {
-                if !was_terminating {
-                    self.note_unexplained(launch, pod);
-                }
-            }
+            None if end.cause == Cause::Deleted && was_terminating => {}
+            None if end.cause == Cause::Deleted => self.note_unexplained(launch, pod),
             None if is_unwanted && end.cause == Cause::Exited(EXIT_MASTER_LOST) => {}
-            None => self.record_event(end.cause, &PodRef::of(pod).name, &end.detail),
+            None => self.record_event(end.cause, &PodRef::of(pod).name, &end.brief()),
         }
         let exit = match exit_of(end) {
             // The same program has run in another pod.
             Exit::NotStarted(why) if self.has_run => Exit::reclaimed(ReclaimCause::NotStarted, why),
             exit => exit,
         };
+        if let (Exit::Code(_) | Exit::Signal(_), Some(lines)) = (&exit, output_tail(pod)) {
+            self.act(PodAction::Report(launch, BackendEvent::OutputTail(lines)));
+        }
         self.ended(launch, exit);
     }
 

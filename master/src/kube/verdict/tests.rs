@@ -365,11 +365,23 @@ fn exit_codes_distinguish_crashes_from_kills() {
         let Verdict::Ended(end) = classify(&pod(status)) else { panic!("{code}") };
         assert_eq!((end.cause, is_own_fault(end.cause)), (cause, own), "{code}");
     }
-    let named = terminated(
-        "Failed",
-        json!({"exitCode": 137, "signal": 9, "reason": "Error", "message": "last lines"}),
+    let log = " 1.4 s  a\n 2.1 s  b\n";
+    let how = json!({"exitCode": 137, "signal": 9, "reason": "Error", "message": log});
+    let named = terminated("Failed", how);
+    let Verdict::Ended(end) = classify(&pod(named.clone())) else { panic!("{named}") };
+    assert_eq!(
+        (end.cause, end.brief()),
+        (Cause::Signalled(9), "ended by signal 9: 2.1 s  b".into())
     );
-    assert_eq!(classify(&pod(named)), ended(Cause::Signalled(9), "ended by signal 9: last lines"));
+    assert_eq!(output_tail(&pod(named)).as_deref(), Some(" 1.4 s  a\n 2.1 s  b"));
+    let killed =
+        terminated("Failed", json!({"exitCode": 137, "reason": "OOMKilled", "message": "a"}));
+    let what = "it used more memory than its limit";
+    assert_eq!(
+        classify(&pod(killed)),
+        ended(Cause::OutOfMemory, what),
+        "its log says nothing of it"
+    );
 }
 
 #[test]

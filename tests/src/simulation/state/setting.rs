@@ -59,12 +59,14 @@ pub struct Explored {
     pub spares: u32,
     /// Number of shards of the model's tables, each on two workers; 0: it has no tables.
     pub shards: u32,
+    /// Number of chunks of the optimizer's state, each on two workers; 0: each worker has all.
+    pub chunks: u32,
 }
 
 impl Setting {
     /// A job in a cluster, without checkpoints.
     pub(crate) fn explored(job: Explored) -> Self {
-        let Explored { workers, steps, spares, shards } = job;
+        let Explored { workers, steps, spares, shards, chunks } = job;
         let of_step = NonZeroU64::new(workers.into()).expect("a job has workers");
         let spec = JobSpec {
             min_workers: 1,
@@ -74,14 +76,17 @@ impl Setting {
             restart_without_checkpoint: true,
             options: WorkerOptions {
                 worker_timeout: Some(Duration::from_millis(200)),
+                shard_optimizer: chunks > 0,
                 ..WorkerOptions::new("numbers", Batch::Global(of_step))
             },
             ..JobSpec::new("explored", "numbers", workers, Batch::Global(of_step))
         };
+        let records = u64::from(workers) * steps;
+        let chunk_len = |chunks: u32| (records as usize).div_ceil(chunks as usize);
         let tables = Settings { seed: 0, shards, copies: 2, copy_bytes: 100, copy_rate: 0, lag: 0 };
         Self {
             spec,
-            files: vec![u64::from(workers) * steps],
+            files: vec![records],
             segment_len: usize::MAX >> 1,
             build_us: 5_000,
             record_us: 200,
@@ -93,7 +98,7 @@ impl Setting {
             gpus: None,
             zones: 1,
             tables: (shards > 0).then_some(tables),
-            chunks: None,
+            chunks: (chunks > 0).then(|| (chunk_len(chunks), 100)),
             is_explored: true,
         }
     }

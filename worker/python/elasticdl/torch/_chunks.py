@@ -20,6 +20,7 @@ import itertools
 
 import torch
 
+from ._new_state import ELEMENTWISE, first_step
 from ._place import at_address
 
 
@@ -81,6 +82,7 @@ class Chunks:
         ``divisor``: of the sums. ``factor``: of the mean gradient, or None. ``is_unused(index)``:
         whether a parameter has no gradient, and stays as it is.
         """
+        makes_state = bool(self._slots) and not self.twin.state
         pieces = [piece for chunk in chunks for piece in self._cut(chunk, records, divisor, factor)]
         groups = self.twin.param_groups
         for group, twin in zip(self._optimizer.param_groups, groups):
@@ -90,7 +92,7 @@ class Chunks:
             if parameter in self._places:
                 # As in a plain loop: the optimizer leaves it as it is.
                 self._places[parameter][1].grad = None if is_unused(at) else _NOTHING
-        views = []
+        slots_of = {}
         for parameter, piece, gradient, slots in pieces:
             at, empty = self._places[parameter]
             if empty.grad is None:
@@ -99,18 +101,30 @@ class Chunks:
             piece.grad = gradient
             groups[at]["params"].append(piece)
             self.twin.state[piece] = self._state_of(empty, slots, groups[at])
-            views.append((piece, slots))
+            slots_of[piece] = slots
+
+        def move(parameters):
+            for piece in parameters:
+                if piece in slots_of:
+                    self._move(piece, slots_of[piece])
+
         with torch.enable_grad():
-            self.twin.step()
+            if makes_state:
+                first_step(self.twin, move)
+            else:
+                self.twin.step()
+                move(slots_of)
         # As PyTorch's schedulers ask for.
         self._optimizer._opt_called = True
         for group, params in zip(groups, empties):
             group["params"] = params
-        for piece, slots in views:
-            for name, value in self.twin.state.pop(piece).items():
-                of_slot = None if value is None else self._slots.get(name)
-                if of_slot is not None and value.data_ptr() != slots[of_slot].data_ptr():
-                    slots[of_slot].copy_(value)
+
+    def _move(self, piece, slots):
+        """Moves the state of a piece to that of its chunk."""
+        for name, value in self.twin.state.pop(piece).items():
+            of_slot = None if value is None else self._slots.get(name)
+            if of_slot is not None and value.data_ptr() != slots[of_slot].data_ptr():
+                slots[of_slot].copy_(value)
 
     def _cut(self, chunk, records, divisor, factor):
         """The pieces of a chunk: parameter, elements, gradient and state, `[slots, elements]`."""
@@ -171,8 +185,8 @@ def refuse_whole(what):
 def _obstacle(optimizer):
     """Why the state of an optimizer can't be divided, and what to do; None if it can."""
     kind = type(optimizer)
-    if kind not in _ELEMENTWISE:
-        known = ", ".join(each.__name__ for each in _ELEMENTWISE)
+    if kind not in ELEMENTWISE:
+        known = ", ".join(each.__name__ for each in ELEMENTWISE)
         return (
             f"{kind.__name__} may need whole parameters at once, and the optimizers that are known "
             f"to change each element by itself are those of torch.optim: {known}; use one of these"
@@ -231,19 +245,4 @@ def _slots(twin, unfreezes):
     return {name: at for at, name in enumerate(dict.fromkeys(names))}
 
 
-# Their `step()` is a function of each element, its gradient and its state, and of numbers that are
-# the same for all elements of a parameter. A subclass may be anything.
-_ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
-)
 _NOTHING = torch.empty(0)

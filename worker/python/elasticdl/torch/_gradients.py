@@ -41,7 +41,7 @@ class Gradients:
             self._flats[address] = self._viewed(flat)
         self._own = None
         # Whether a gradient of the step was not finite.
-        self._overflows = torch.zeros((), dtype=torch.bool, device=place.device)
+        self.overflows = torch.zeros((), dtype=torch.bool, device=place.device)
         # Sum of the loss over the micro-batches of the step that are on the GPU.
         self._loss_sum = 0.0
         # Indices of those without a hook.
@@ -109,7 +109,7 @@ class Gradients:
                 # The values of the last micro-batch, for all records of this worker.
                 torch.mul(buffers, batch.before + batch.records, out=flat[: len(buffers)])
                 if self._scaler is not None:
-                    flat[0] = torch.where(self._overflows, OVERFLOW, flat[0])
+                    flat[0] = torch.where(self.overflows, OVERFLOW, flat[0])
         is_plain = self._is_mean and self._scaler is None and batch.address and not batch.before
         if is_plain and all(gradient is not None and not gradient.is_sparse for gradient in own):
             self._own = batch.address, own
@@ -164,7 +164,7 @@ class Gradients:
             self._batch = self._core.counted()
             if self._scaler is not None and not self._batch.before:
                 with self._place.on_stream():
-                    self._overflows.zero_()
+                    self.overflows.zero_()
         return self._batch
 
     def _on_accumulated(self, index, parameter):
@@ -216,7 +216,7 @@ class Gradients:
     def _finite(self, gradient):
         """The gradient without elements that are not finite, which are noted."""
         finite = gradient.isfinite()
-        self._overflows.logical_or_(~finite.all())
+        self.overflows.logical_or_(~finite.all())
         return torch.where(finite, gradient, 0.0)
 
     def _announce(self):

@@ -14,11 +14,12 @@ says where. Memory of zeros is the state before the first step: no entry exists 
 
 import base64
 import collections
-import copy
 import hashlib
 import json
 
 import torch
+
+from ._new_state import examples
 
 
 class State:
@@ -40,10 +41,11 @@ class State:
         self._own_groups = self._named_groups()
         self._entries = []
         at = 0
-        entries = [_Entry(place.device, *entry) for entry in _entries(optimizer, unfreezes)]
+        entries = [_Entry(place.device, *each) for each in examples(optimizer, unfreezes)]
         entries.sort(key=lambda entry: names[entry.index])
         # The tensors of objects.
-        self._tensors = [_Entry(place.device, None, path, tensor) for path, tensor in self._found()]
+        found = [(None, path, tensor, tensor.device) for path, tensor in self._found()]
+        self._tensors = [_Entry(place.device, *each) for each in found]
         self._by_path = {entry.name: number for number, entry in enumerate(self._tensors)}
         for is_on_host in (False, True):
             if is_on_host:
@@ -76,6 +78,19 @@ class State:
                 entry.bind(self._bytes, entry.at - self._host_at)
             else:
                 entry.bind(whole, entry.at)
+
+    def is_unmade(self):
+        """Whether the next step makes the optimizer's state."""
+        return bool(self._entries) and not self._optimizer.state
+
+    def move(self, parameters):
+        """Moves the optimizer's state of these parameters to the memory, where it stays."""
+        self._mirror.begin()
+        own = {id(parameter) for parameter in parameters}
+        for entry in self._entries:
+            parameter = self._parameters[entry.index]
+            if id(parameter) in own:
+                entry.save(self._optimizer.state.get(parameter, {}))
 
     def save(self):
         """Moves the optimizer's state to the memory, where it stays, and copies the rest."""
@@ -256,19 +271,19 @@ class State:
 class _Entry:
     """One value of the state of one parameter."""
 
-    def __init__(self, device, index, name, value):
+    def __init__(self, device, index, name, value, of_value):
         self.index, self.name = index, name
         self.is_tensor = torch.is_tensor(value)
         self.kind = value.dtype if self.is_tensor else type(value)
         self.shape = value.shape if self.is_tensor else ()
         if not self.is_tensor and self.kind not in (int, float, bool, type(None)):
             raise TypeError(f"the optimizer's state {name!r} is a {self.kind.__name__}")
-        if self.is_tensor and (value.is_sparse or value.device not in (device, _HOST)):
+        if self.is_tensor and (value.is_sparse or of_value not in (device, _HOST)):
             raise ValueError(
                 f"the optimizer's state {name!r} must be dense, and on the CPU or on {device}"
             )
-        self.device = value.device if self.is_tensor else None
-        self.is_on_host = not self.is_tensor or value.device == _HOST
+        self.device = of_value
+        self.is_on_host = not self.is_tensor or of_value == _HOST
         self.bytes = value.numel() * value.element_size() if self.is_tensor else 8
         self.floats = -(-self.bytes // 4)
 
@@ -295,23 +310,6 @@ class _Entry:
         if flag == _NONE:
             return None
         return self.view if self.is_tensor else self.kind(self.view.item())
-
-
-def _entries(optimizer, unfreezes):
-    """Index of the parameter, name and an example of each value of an optimizer's state."""
-    twin = copy.deepcopy(optimizer)
-    parameters = [p for group in twin.param_groups for p in group["params"]]
-    for parameter in parameters:
-        if parameter.requires_grad or unfreezes:
-            parameter.grad = torch.zeros_like(parameter)
-    try:
-        twin.step()
-    except TypeError as error:
-        kind = type(optimizer).__name__
-        raise ValueError(f"{kind} is not supported: its step() needs a closure") from error
-    for index, parameter in enumerate(parameters):
-        for name, value in twin.state.get(parameter, {}).items():
-            yield index, name, value
 
 
 def as_like(value, old):

@@ -1,6 +1,11 @@
 """Several optimizers, as one."""
 
 
+def optimizers_of(optimizer):
+    """The optimizers that this one is."""
+    return optimizer._optimizers if isinstance(optimizer, Together) else [optimizer]
+
+
 class Together:
     """What the training of a module uses of an optimizer, of several with different parameters."""
 

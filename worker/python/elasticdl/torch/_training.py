@@ -10,6 +10,7 @@ from ._chunks import Chunks, refuse_whole
 from ._gradients import UNUSED, WEIGHT, Gradients
 from ._inference import set_buffers
 from ._module import tensor_of, tensors_of
+from ._new_state import first_step
 from ._place import at_address, place_of
 from ._scaler import overflows
 from ._schedules import Schedules
@@ -111,15 +112,33 @@ class Training:
             raise RuntimeError(_NO_MEANS)
         self._job._rows.deliver(weight)
         value = self._gradients.deliver(change, loss, weight)
-        accepted, self._accepted = self._accepted, now
+        batch = self._worker.core.counted()
+        if batch.address:
+            self._accepted = now
+        if batch.is_again and batch.is_last:
+            self._end_again()
+        elif not batch.address and self._buffers:
+            # The micro-batch does not count, so neither does what it did to the buffers.
+            set_buffers(self._buffers, self._accepted)
         delivered = self._worker.deliver(value, self._reduction)
         self._is_prefetching = self._is_prefetching or len(self._worker.drawn) > 0
         self._has_delivered = True
-        if not delivered.counts and self._buffers:
-            # The micro-batch does not count, so neither does what it did to the buffers.
-            self._accepted = accepted
-            set_buffers(self._buffers, accepted)
         return delivered
+
+    def _before_compared(self, batch):
+        """A micro-batch is computed next whose gradient is compared with that of another worker,
+        with the buffers of the last commit and what its own part has done to them."""
+        if batch.is_again and not batch.before:
+            if self._set_aside is None:
+                self._set_aside = self._accepted, self._gradients.overflows.clone()
+            self._load_buffers()
+
+    def _end_again(self):
+        """What was computed again leaves nothing behind."""
+        (self._accepted, overflows), self._set_aside = self._set_aside, None
+        self._gradients.overflows.copy_(overflows)
+        if self._buffers:
+            set_buffers(self._buffers, self._accepted)
 
     @staticmethod
     def _checked(weight):
@@ -192,6 +211,8 @@ class Training:
         job = self._job
         # Those of a loop that has changed nothing but what it may.
         self._has_delivered = self._is_prefetching = self._is_outside = False
+        # While a gradient is computed again: what the micro-batches before have changed.
+        self._set_aside = None
         self._schedules = Schedules(
             self._worker,
             [*self._optimizers, *(inner for inner, _ in self._clipped)],
@@ -240,6 +261,7 @@ class Training:
         )
         self._settings = Settings(self._inner, self._worker)
         self._worker.before_draw = self._before_draw
+        self._worker.before_compared = self._before_compared
         for inner, _ in self._clipped:
             inner.register_step_pre_hook(self._check_caller)
 
@@ -455,7 +477,10 @@ class Training:
                 torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
         self._is_applying = True
         with torch.enable_grad():
-            self._inner.step()
+            if self._state.is_unmade():
+                first_step(self._inner, self._state.move)
+            else:
+                self._inner.step()
         self._is_applying = False
 
 

@@ -130,17 +130,15 @@ pub(super) fn to_failure(root: &Path, status: &Status) -> Failure {
                 TIMEOUT.as_secs()
             ))
         }
-        _ => match jobdir::look_up(root) {
-            // It has ended since the connection was opened.
-            Ok((endpoint, _)) if status.source().is_some() => {
-                OpenError::NoAnswer(endpoint).to_failure(root)
-            }
-            _ => Failure::failed(format!(
-                "the master of {} answered: {}",
-                root.display(),
-                status.message()
-            )),
-        },
+        // The connection has failed: the master has ended since it was opened.
+        _ if status.source().is_some() => jobdir::look_up(root)
+            .map_or_else(OpenError::Lookup, |(endpoint, _)| OpenError::NoAnswer(endpoint))
+            .to_failure(root),
+        _ => Failure::failed(format!(
+            "the master of {} answered: {}",
+            root.display(),
+            status.message()
+        )),
     }
 }
 

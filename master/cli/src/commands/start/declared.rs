@@ -222,7 +222,7 @@ impl DeclaredJob {
                 end = self.follow_to_end(statuses) => end,
                 never = self.follow_document(&mut known) => match never {},
             };
-            // What suspends a TrainJob also ends this pod.
+            // What suspends the document also ends this pod.
             if let (End::Passing(_), Ok(document)) = (&end, self.declaration.document().await)
                 && document != known
             {
@@ -365,6 +365,9 @@ impl DeclaredJob {
             table.entry("master-image").or_insert_with(image);
         }
         table.entry("image").or_insert_with(image);
+        if document.suspend {
+            table.insert(SUSPEND.into(), true.into());
+        }
         (self.read)(&origin, table)
     }
 
