@@ -19,12 +19,12 @@ needs_elasticdl = unittest.skipUnless(
 )
 
 
-def _python(variables):
-    """The words that start a program: with PyTorch loaded, unless the program needs something that
-    is set before Python starts."""
+def _python(program, variables):
+    """The words that start a program: with PyTorch loaded, unless it begins with an option of
+    Python or needs something that is set before Python starts."""
     loader = os.environ.get("ELASTICDL_TEST_LOADER")
-    is_plain = not any(name.startswith(("LD_", "OMP_", "PYTHON")) for name in dict(variables))
-    if loader is None or not is_plain:
+    early = [name for name in dict(variables) if name.startswith(("LD_", "OMP_", "PYTHON"))]
+    if loader is None or early or str(program[0]).startswith("-"):
         return [sys.executable]
     return [sys.executable, "-IS", HERE / "loaded.py", loader]
 
@@ -36,6 +36,7 @@ class RunningJob:
         self.folder = tempfile.TemporaryDirectory()
         self.path = pathlib.Path(self.folder.name)
         self.directory = self.path / "job"
+        words = [str(part).format(job=self.path) for part in program]
         command = [
             ELASTICDL,
             *("train", "--local", "--replace", "--job-dir", str(self.directory)),
@@ -43,7 +44,7 @@ class RunningJob:
             *("--global-batch-size", str(batch), "--num-epochs", str(epochs)),
             *("--worker-timeout", "20s", "--restart-without-checkpoint"),
             *options,
-            *("--", *_python(variables), *[str(part).format(job=self.path) for part in program]),
+            *("--", *_python(program, variables), *words),
         ]
         environment = {**os.environ, **dict(variables)}
         self.log = open(self.path / "log", "w+")
