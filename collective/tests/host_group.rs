@@ -3,7 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
 use std::io::{Read, Write};
-use std::net::{IpAddr, Ipv4Addr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
@@ -261,6 +262,76 @@ fn a_dead_peer_is_lost_at_once() {
     drop(ends.pop());
     let error = ends[0].1.connect(&group, WATCHDOG).unwrap_err();
     assert!(matches!(error, CollectiveError::PeerLost { rank: 1, .. }), "{error:?}");
+}
+
+#[test]
+fn a_bit_that_flips_on_the_way_is_found_on_links_with_digests() {
+    for (world, len) in [(2, 1), (2, 30_000), (4, 1), (4, 30_000)] {
+        let bind = |id| {
+            let options = EndpointOptions { has_digests: true, ..options(id) };
+            (id, Arc::new(Endpoint::bind(LOOPBACK, options).unwrap()))
+        };
+        let peers: Vec<Peer> = (100..).take(world).map(bind).collect();
+        let flips = Arc::new(AtomicU64::new(0));
+        let address = |(_, end): &Peer| flipping_proxy(end.address(), flips.clone());
+        let addresses: Vec<_> = peers.iter().map(address).collect();
+        let ids = peers.iter().map(|(id, _)| *id);
+        let members: Vec<_> =
+            ids.zip(addresses).map(|(id, address)| Member { id, address }).collect();
+        for generation in 1..=25 {
+            let group = GroupSpec { generation, members: members.clone() };
+            let mut rings =
+                on_each(peers.clone(), move |(_, end)| end.connect(&group, WATCHDOG).unwrap());
+            let sum = move |ring: &mut HostGroup| {
+                let src = vec![1.0 + ring.rank() as f32; len];
+                let mut dst = vec![0.0; len];
+                ring.all_reduce(&[], &src, &mut dst).map(|_| dst)
+            };
+            let expected = vec![(world * (world + 1) / 2) as f32; len];
+            let sums = on_all(&mut rings, sum);
+            assert!(sums.iter().all(|sum| sum.as_ref().unwrap() == &expected));
+            flips.store(generation, Ordering::SeqCst);
+            let (right, errors): (Vec<_>, Vec<_>) =
+                on_all(&mut rings, sum).into_iter().partition(Result::is_ok);
+            assert_eq!(flips.load(Ordering::SeqCst), 0, "a bit has flipped");
+            assert!(right.iter().all(|sum| sum.as_ref().unwrap() == &expected), "{errors:?}");
+            let is_told = |sum: &Result<_, CollectiveError>| {
+                sum.as_ref().unwrap_err().to_string().contains("were changed on the way")
+            };
+            assert!(errors.iter().any(is_told), "{errors:?}");
+        }
+    }
+}
+
+/// Forwards all bytes to `to`, and flips a bit of the next ones when `seed` is not 0, which then
+/// becomes 0. Its threads end with the connections.
+fn flipping_proxy(to: SocketAddr, seed: Arc<AtomicU64>) -> SocketAddr {
+    let listener = TcpListener::bind((LOOPBACK, 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    let forward = |mut from: TcpStream, mut to: TcpStream, seed: Arc<AtomicU64>| {
+        thread::spawn(move || {
+            let mut bytes = vec![0; 1 << 16];
+            while let Ok(count @ 1..) = from.read(&mut bytes) {
+                let mut random = Random(seed.swap(0, Ordering::SeqCst));
+                if random.0 > 0 {
+                    bytes[random.below(count)] ^= 1 << random.below(8);
+                }
+                if to.write_all(&bytes[..count]).is_err() {
+                    break;
+                }
+            }
+            let _ = to.shutdown(Shutdown::Write);
+        })
+    };
+    thread::spawn(move || {
+        for dialled in listener.incoming().flatten() {
+            let Ok(accepted) = TcpStream::connect(to) else { continue };
+            let copies = (dialled.try_clone().unwrap(), accepted.try_clone().unwrap());
+            forward(dialled, accepted, seed.clone());
+            forward(copies.1, copies.0, seed.clone());
+        }
+    });
+    address
 }
 
 #[test]

@@ -205,6 +205,7 @@ fn open_endpoint(
         dial_limit: options.worker_timeout,
         wire_dtype: wire_dtype(options.wire_dtype),
         link_encryption: link_encryption(options.link_encryption),
+        has_digests: options.audit > 0,
         channels: options.channels,
         ..EndpointOptions::new(&environment.job, worker.0, secret.clone())
     };

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use elasticdl_collective::CollectiveError;
 use elasticdl_collective::device::{DeviceError, DeviceGroup, NcclPolicy, Path};
 use elasticdl_collective::nccl::NcclState;
-use xxhash_rust::xxh3::{Xxh3Default, xxh3_64_with_seed};
+use xxhash_rust::xxh3::{Xxh3Default, xxh3_64, xxh3_64_with_seed};
 
 use crate::buckets::{self, SummedBuckets};
 use crate::device::DeviceState;
@@ -391,6 +391,14 @@ impl Tensors {
         let parameters = self.to_host(Tensor::Parameters)?;
         let whole = self.to_host(Tensor::Slots)?;
         Ok(digest_without_slots(&parameters, state).wrapping_add(digest_of_rest(&whole)))
+    }
+
+    /// Digest of the reduced gradient.
+    pub(crate) fn sum_digest(&self) -> u64 {
+        match self {
+            Self::Host { state, .. } => xxh3_64(bytemuck::cast_slice(&state.reduced)),
+            Self::Device { .. } => unreachable!("models on GPUs are not audited"),
+        }
     }
 
     /// Like [`Tensors::digest`], but covers only the step's window of the tensors, as the whole

@@ -400,6 +400,7 @@ impl<M: Model> Trainer<'_, M> {
         self.session.reports.reduced(self.machine.now() - started);
         self.report_transport(path);
         let headers = decode_all(headers)?;
+        self.sum_again(&headers, path)?;
         self.tensors.begin_sum_check()?;
         let is_begun = self.begin_update(&headers)?;
         let is_finite = self.tensors.end_sum_check()?;

@@ -68,6 +68,9 @@ pub struct EndpointOptions {
     /// Which links are encrypted. A link that the acceptor requires to be encrypted, and that is
     /// not, is refused.
     pub link_encryption: LinkEncryption,
+    /// Whether links that are not encrypted have digests of all bytes: what the network or a memory
+    /// changes on the way then ends the link. One side of a link suffices.
+    pub has_digests: bool,
     /// Number of channels, that is of parallel links between two neighbours for long all-reduces:
     /// 1 to 16. Several channels help on a network that limits the bandwidth of each connection or
     /// that loses packets; within a host they only cost. Groups that share memory on some host use
@@ -87,6 +90,7 @@ impl EndpointOptions {
             wire_dtype: WireDtype::default(),
             transport: Transport::default(),
             link_encryption: LinkEncryption::default(),
+            has_digests: false,
             channels: 1,
         }
     }
@@ -114,7 +118,9 @@ impl Endpoint {
         options: EndpointOptions,
     ) -> Result<Self, CollectiveError> {
         let EndpointOptions { job, own_id, secret, dial_limit, .. } = options;
-        let EndpointOptions { wire_dtype, transport, link_encryption, channels, .. } = options;
+        let EndpointOptions {
+            wire_dtype, transport, link_encryption, has_digests, channels, ..
+        } = options;
         if secret.bytes().is_empty() {
             return Err(CollectiveError::Invalid("the secret is empty".to_owned()));
         }
@@ -131,7 +137,7 @@ impl Endpoint {
             source: errno.into(),
         })?;
         let job = JobDigest::of(&job);
-        let identity = Arc::new(Identity { job, own_id, secret, link_encryption });
+        let identity = Arc::new(Identity { job, own_id, secret, link_encryption, has_digests });
         let fence = Fence::new();
         let stop = Arc::new(notifier);
         let pending_requests = Arc::new(PendingRequests::default());

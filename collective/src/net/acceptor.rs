@@ -12,6 +12,7 @@ use rustix::event::{PollFd, PollFlags};
 use tracing::{debug, warn};
 
 use super::admission::DialKey;
+use super::cipher::Protection;
 use super::fence::Fence;
 use super::handshake::{
     CONFIRMATION_BYTES, FIRST_BYTES, HandshakeError, Hello, JobDigest, Purpose, Responder,
@@ -41,14 +42,15 @@ pub(crate) struct Acceptor {
     pub(crate) stop: Arc<Notifier>,
 }
 
-/// Identity of this worker, the secret that authenticates its peers, and which of its links are
-/// encrypted.
+/// Identity of this worker, the secret that authenticates its peers, and how its links are
+/// protected.
 #[derive(Debug)]
 pub(crate) struct Identity {
     pub(crate) job: JobDigest,
     pub(crate) own_id: u64,
     pub(crate) secret: Secret,
     pub(crate) link_encryption: LinkEncryption,
+    pub(crate) has_digests: bool,
 }
 
 impl Acceptor {
@@ -200,14 +202,14 @@ impl Acceptor {
         mut socket: &TcpStream,
         bytes: &[u8; FIRST_BYTES],
     ) -> Result<Unconfirmed, String> {
-        let Identity { job, own_id, secret, link_encryption } = &*self.identity;
+        let Identity { job, own_id, secret, link_encryption, .. } = &*self.identity;
         let checked = Responder::new(bytes, secret).and_then(|responder| {
             responder.hello().check(*job, *own_id)?;
             Ok(responder)
         });
         let responder = checked.map_err(|error| error.to_string())?;
         let requires = link_encryption.requires(socket).map_err(|error| error.to_string())?;
-        if requires && !responder.hello().is_encrypted {
+        if requires && responder.hello().protection != Protection::Encryption {
             return Err(HandshakeError::Unencrypted.to_string());
         }
         if responder.hello().purpose != Purpose::State {
@@ -227,8 +229,8 @@ impl Acceptor {
         keys: LinkKeys,
         now: Duration,
     ) -> Result<(), String> {
-        let Hello { generation, from: member, purpose, is_encrypted, .. } = *hello;
-        let link = Link::new(socket, is_encrypted.then_some(keys));
+        let Hello { generation, from: member, purpose, protection, .. } = *hello;
+        let link = Link::new(socket, keys.for_protection(protection));
         if purpose == Purpose::State {
             self.pending_requests.push(member, link, now);
             return Ok(());
@@ -342,7 +344,13 @@ mod tests {
         let stop = Arc::new(Notifier::new().unwrap());
         let acceptor = Acceptor {
             listener,
-            identity: Arc::new(Identity { job, own_id: 1, secret, link_encryption }),
+            identity: Arc::new(Identity {
+                job,
+                own_id: 1,
+                secret,
+                link_encryption,
+                has_digests: false,
+            }),
             fence: Fence::new(),
             pending_requests: Arc::default(),
             stop: stop.clone(),

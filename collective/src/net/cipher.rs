@@ -1,14 +1,26 @@
-//! Encryption of one direction of a link: AES-256-GCM with a key of its own and a counter as nonce.
+//! Protection of one direction of a link: AES-256-GCM with a key of its own and a counter as nonce,
+//! or a digest of the bytes and the counter, which finds what the network or a memory has changed,
+//! but neither hides nor authenticates.
 //!
 //! **Invariant:** a key never seals twice with one nonce, and seals at most [`USES_MAX`] times:
 //! then both sides derive the next key from it, as the Noise protocol does (section 4.2, REKEY).
 
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, Tag, UnboundKey};
+use xxhash_rust::xxh3::xxh3_128_with_seed;
+
+/// What is done to the bytes of a link after the handshake.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Protection {
+    None,
+    Digests,
+    Encryption,
+}
 
 /// Key of one direction, and the number of its uses.
 #[derive(Debug)]
 pub(crate) struct DirectionKey {
-    key: LessSafeKey,
+    /// `None` for digests.
+    key: Option<LessSafeKey>,
     uses: u64,
 }
 
@@ -19,37 +31,49 @@ pub(crate) struct Forged;
 impl DirectionKey {
     pub(crate) fn new(bytes: &[u8; KEY_BYTES]) -> Self {
         let key = UnboundKey::new(&AES_256_GCM, bytes).expect("the key has the cipher's length");
-        Self { key: LessSafeKey::new(key), uses: 0 }
+        Self { key: Some(LessSafeKey::new(key)), uses: 0 }
     }
 
-    /// Encrypts `bytes` in place, and returns the tag that authenticates them and their position on
-    /// the link.
+    /// Digests in place of encryption.
+    pub(crate) fn digests() -> Self {
+        Self { key: None, uses: 0 }
+    }
+
+    /// Encrypts `bytes` in place, if it is a key, and returns the tag of them and of their position
+    /// on the link.
     pub(crate) fn seal(&mut self, bytes: &mut [u8]) -> [u8; TAG_BYTES] {
         let nonce = self.next_nonce();
-        let tag = self
-            .key
+        let Some(key) = &self.key else { return self.digest(bytes) };
+        let tag = key
             .seal_in_place_separate_tag(nonce, Aad::empty(), bytes)
             .expect("a message is far shorter than the cipher's limit");
         *tag.as_ref().first_chunk().expect("the tag has the cipher's length")
     }
 
-    /// Decrypts `bytes` in place.
+    /// Decrypts `bytes` in place, and checks their tag.
     ///
     /// # Errors
     /// [`Forged`]; `bytes` then holds unspecified values.
     pub(crate) fn open(&mut self, bytes: &mut [u8], tag: [u8; TAG_BYTES]) -> Result<(), Forged> {
         let nonce = self.next_nonce();
-        self.key
-            .open_in_place_separate_tag(nonce, Aad::empty(), Tag::from(tag), bytes, 0..)
+        let Some(key) = &self.key else {
+            return if self.digest(bytes) == tag { Ok(()) } else { Err(Forged) };
+        };
+        key.open_in_place_separate_tag(nonce, Aad::empty(), Tag::from(tag), bytes, 0..)
             .map(drop)
             .map_err(|_| Forged)
     }
 
+    fn digest(&self, bytes: &[u8]) -> [u8; TAG_BYTES] {
+        xxh3_128_with_seed(bytes, self.uses).to_le_bytes()
+    }
+
     fn next_nonce(&mut self) -> Nonce {
-        if self.uses == USES_MAX {
+        if let Some(key) = &self.key
+            && self.uses == USES_MAX
+        {
             let mut next = [0; KEY_BYTES];
-            let _tag = self
-                .key
+            let _tag = key
                 .seal_in_place_separate_tag(nonce(u64::MAX), Aad::empty(), &mut next)
                 .expect("a key is far shorter than the cipher's limit");
             *self = Self::new(&next);
@@ -84,30 +108,38 @@ mod tests {
         [(); 2].map(|()| DirectionKey::new(&[7; KEY_BYTES]))
     }
 
-    #[test]
-    fn sealed_bytes_open_once_and_in_order() {
-        let [mut ours, mut theirs] = pair();
-        let mut sealed = [*b"one", *b"two"];
-        let tags = sealed.each_mut().map(|bytes| ours.seal(bytes));
-        assert!(!sealed.contains(b"one") && !sealed.contains(b"two"));
-        let mut early = sealed[1];
-        assert_eq!(theirs.open(&mut early, tags[1]), Err(Forged), "the second comes first");
-        let [_, mut theirs] = pair();
-        assert_eq!(theirs.open(&mut sealed[0].clone(), tags[0]), Ok(()));
-        assert_eq!(theirs.open(&mut sealed[0], tags[0]), Err(Forged), "the first comes again");
+    fn digests() -> [DirectionKey; 2] {
+        [(); 2].map(|()| DirectionKey::digests())
     }
 
     #[test]
-    fn every_bit_of_bytes_and_tag_is_authenticated() {
-        let (mut sealed, length) = (*b"some bytes", 10);
-        let tag = pair()[0].seal(&mut sealed);
-        for bit in 0..(length + TAG_BYTES) * 8 {
-            let (mut bytes, mut forged) = (sealed, tag);
-            match bit / 8 {
-                at if at < length => bytes[at] ^= 1 << (bit % 8),
-                at => forged[at - length] ^= 1 << (bit % 8),
+    fn sealed_bytes_open_once_and_in_order() {
+        for (make, hides) in [(pair as fn() -> [DirectionKey; 2], true), (digests, false)] {
+            let [mut ours, mut theirs] = make();
+            let mut sealed = [*b"one", *b"two"];
+            let tags = sealed.each_mut().map(|bytes| ours.seal(bytes));
+            assert_eq!(sealed.map(|bytes| [b"one", b"two"].contains(&&bytes)), [!hides; 2]);
+            let mut early = sealed[1];
+            assert_eq!(theirs.open(&mut early, tags[1]), Err(Forged), "the second comes first");
+            let [_, mut theirs] = make();
+            assert_eq!(theirs.open(&mut sealed[0].clone(), tags[0]), Ok(()));
+            assert_eq!(theirs.open(&mut sealed[0], tags[0]), Err(Forged), "the first comes again");
+        }
+    }
+
+    #[test]
+    fn every_flipped_bit_of_bytes_and_tag_is_found() {
+        for make in [pair, digests] {
+            let (mut sealed, length) = (*b"some bytes", 10);
+            let tag = make()[0].seal(&mut sealed);
+            for bit in 0..(length + TAG_BYTES) * 8 {
+                let (mut bytes, mut forged) = (sealed, tag);
+                match bit / 8 {
+                    at if at < length => bytes[at] ^= 1 << (bit % 8),
+                    at => forged[at - length] ^= 1 << (bit % 8),
+                }
+                assert_eq!(make()[1].open(&mut bytes, forged), Err(Forged), "bit {bit}");
             }
-            assert_eq!(pair()[1].open(&mut bytes, forged), Err(Forged), "bit {bit}");
         }
     }
 

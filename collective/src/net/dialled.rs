@@ -8,6 +8,7 @@ use std::time::Instant;
 use rustix::event::{PollFd, PollFlags};
 
 use super::acceptor::Identity;
+use super::cipher::Protection;
 use super::handshake::{ANSWER_BYTES, Hello, Initiator, Purpose};
 use super::link::Link;
 use super::socket::poll_until;
@@ -20,7 +21,7 @@ use super::socket::poll_until;
 pub(crate) struct DialledLink {
     socket: TcpStream,
     initiator: Initiator,
-    is_encrypted: bool,
+    protection: Protection,
     answer: [u8; ANSWER_BYTES],
     read: usize,
 }
@@ -62,13 +63,14 @@ impl DialledLink {
         request: LinkRequest,
     ) -> io::Result<Self> {
         let LinkRequest { purpose, generation, to, address, own_address } = request;
-        let Identity { job, own_id: from, ref secret, link_encryption } = *identity;
-        let is_encrypted = link_encryption.applies(own_address.ip(), address.ip(), &socket)?;
-        let hello = Hello { purpose, job, generation, from, to, is_encrypted };
+        let Identity { job, own_id: from, ref secret, link_encryption, has_digests } = *identity;
+        let ends = (own_address.ip(), address.ip());
+        let protection = link_encryption.protection(ends, &socket, has_digests)?;
+        let hello = Hello { purpose, job, generation, from, to, protection };
         let (initiator, first) = Initiator::new(&hello, secret);
         // The buffer of a new socket holds many hellos, so this is one write and cannot block.
         (&socket).write_all(&first)?;
-        Ok(Self { socket, initiator, is_encrypted, answer: [0; ANSWER_BYTES], read: 0 })
+        Ok(Self { socket, initiator, protection, answer: [0; ANSWER_BYTES], read: 0 })
     }
 
     /// Reads what has arrived. Never blocks.
@@ -84,12 +86,12 @@ impl DialledLink {
                 Err(error) => return Err(DialledError::Lost(error)),
             }
         }
-        let Self { socket, initiator, is_encrypted, answer, .. } = self;
+        let Self { socket, initiator, protection, answer, .. } = self;
         let (keys, confirmation) =
             initiator.finish(&answer).map_err(|_| DialledError::Unauthenticated)?;
         // The hello has been received, so the socket's buffer is empty.
         (&socket).write_all(&confirmation).map_err(DialledError::Lost)?;
-        Ok(Handshake::Complete(Link::new(socket, is_encrypted.then_some(keys))))
+        Ok(Handshake::Complete(Link::new(socket, keys.for_protection(protection))))
     }
 
     /// Waits for the acceptor's answer until `deadline`.

@@ -3,6 +3,8 @@
 use std::io;
 use std::net::{IpAddr, TcpStream};
 
+use super::cipher::Protection;
+
 /// Which links are encrypted. The two sides of each link authenticate each other in any case.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum LinkEncryption {
@@ -16,12 +18,23 @@ pub enum LinkEncryption {
 }
 
 impl LinkEncryption {
-    /// Whether the worker at `own` encrypts a link that it has dialled to the worker at `peer`.
-    pub(super) fn applies(self, own: IpAddr, peer: IpAddr, link: &TcpStream) -> io::Result<bool> {
-        Ok(match self {
+    /// How the worker at `own` protects a link that it has dialled to the worker at `peer`.
+    /// `has_digests`: if it does not encrypt it.
+    pub(super) fn protection(
+        self,
+        (own, peer): (IpAddr, IpAddr),
+        link: &TcpStream,
+        has_digests: bool,
+    ) -> io::Result<Protection> {
+        let encrypts = match self {
             Self::Auto => own != peer || leaves_host(link)?,
             Self::Off => false,
             Self::On => true,
+        };
+        Ok(match has_digests {
+            _ if encrypts => Protection::Encryption,
+            true => Protection::Digests,
+            false => Protection::None,
         })
     }
 
@@ -53,14 +66,22 @@ mod tests {
         let [here, there] = [1, 2].map(|host| IpAddr::from(Ipv4Addr::new(127, 0, 0, host)));
         let listener = TcpListener::bind((here, 0)).unwrap();
         let link = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let applies = |choice: LinkEncryption, peer| choice.applies(here, peer, &link).unwrap();
         let table = [
             (LinkEncryption::Auto, [false, true]),
             (LinkEncryption::Off, [false, false]),
             (LinkEncryption::On, [true, true]),
         ];
         for (choice, expected) in table {
-            assert_eq!([here, there].map(|peer| applies(choice, peer)), expected, "{choice:?}");
+            for (has_digests, otherwise) in [(false, Protection::None), (true, Protection::Digests)]
+            {
+                let found = [here, there]
+                    .map(|peer| choice.protection((here, peer), &link, has_digests).unwrap());
+                let expected = expected.map(|encrypts| match encrypts {
+                    true => Protection::Encryption,
+                    false => otherwise,
+                });
+                assert_eq!(found, expected, "{choice:?}");
+            }
             assert_eq!(
                 choice.requires(&link).unwrap(),
                 choice == LinkEncryption::On,

@@ -1,5 +1,5 @@
 //! Handshake: the first bytes on every link. Both workers prove that they know the job's secret,
-//! agree on a purpose, a generation and on encryption, and get fresh keys. No IO.
+//! agree on a purpose, a generation and a protection, and get fresh keys. No IO.
 //!
 //! ```text
 //!   dialling worker                                                       acceptor
@@ -27,7 +27,7 @@ use snow::params::NoiseParams;
 use snow::resolvers::{DefaultResolver, FallbackResolver, RingResolver};
 use snow::{Builder, HandshakeState};
 
-use super::cipher::{DirectionKey, KEY_BYTES, TAG_BYTES};
+use super::cipher::{DirectionKey, KEY_BYTES, Protection, TAG_BYTES};
 use super::link::LinkKeys;
 use crate::Secret;
 
@@ -39,8 +39,8 @@ pub(crate) struct Hello {
     pub(crate) generation: u64,
     pub(crate) from: u64,
     pub(crate) to: u64,
-    /// Whether the bytes after the handshake are encrypted.
-    pub(crate) is_encrypted: bool,
+    /// Of the bytes after the handshake.
+    pub(crate) protection: Protection,
 }
 
 /// Purpose of a link.
@@ -190,7 +190,11 @@ impl Hello {
     fn encode(&self) -> [u8; HELLO_BYTES] {
         let mut bytes = [0; HELLO_BYTES];
         bytes[..2].copy_from_slice(&self.purpose.code());
-        bytes[2] = u8::from(self.is_encrypted);
+        bytes[2] = match self.protection {
+            Protection::None => 0,
+            Protection::Encryption => 1,
+            Protection::Digests => 2,
+        };
         bytes[3..35].copy_from_slice(&self.job.0);
         for (field, number) in
             bytes[35..].chunks_exact_mut(8).zip([self.generation, self.from, self.to])
@@ -207,9 +211,10 @@ impl Hello {
             .chain(channels)
             .find(|purpose| bytes[..2] == purpose.code())
             .ok_or(HandshakeError::NotAHello)?;
-        let is_encrypted = match bytes[2] {
-            0 => false,
-            1 => true,
+        let protection = match bytes[2] {
+            0 => Protection::None,
+            1 => Protection::Encryption,
+            2 => Protection::Digests,
             _ => return Err(HandshakeError::NotAHello),
         };
         let mut job = [0; 32];
@@ -224,7 +229,7 @@ impl Hello {
             generation: number(35),
             from: number(43),
             to: number(51),
-            is_encrypted,
+            protection,
         })
     }
 }
@@ -299,7 +304,7 @@ mod tests {
             generation: 3,
             from: 4,
             to: 5,
-            is_encrypted: true,
+            protection: Protection::Encryption,
         }
     }
 
@@ -322,10 +327,11 @@ mod tests {
     fn both_sides_agree_on_the_hello_and_on_keys() {
         let channels = (1..CHANNELS_MAX).map(Purpose::Channel);
         let purposes = Purpose::UNNUMBERED.into_iter().chain(channels);
-        for (purpose, is_encrypted) in
-            purposes.flat_map(|purpose| [(purpose, false), (purpose, true)])
+        let protections = [Protection::None, Protection::Digests, Protection::Encryption];
+        for (purpose, protection) in
+            purposes.flat_map(|purpose| protections.map(|protection| (purpose, protection)))
         {
-            let hello = Hello { purpose, is_encrypted, ..hello() };
+            let hello = Hello { purpose, protection, ..hello() };
             let (initiator, first) = Initiator::new(&hello, &secret());
             let responder = Responder::new(&first, &secret()).unwrap();
             assert_eq!(responder.hello(), &hello);
@@ -416,7 +422,7 @@ mod tests {
         bytes[0] = 9;
         assert_eq!(Hello::decode(&bytes), Err(HandshakeError::NotAHello));
         let mut bytes = hello().encode();
-        bytes[2] = 2;
+        bytes[2] = 3;
         assert_eq!(Hello::decode(&bytes), Err(HandshakeError::NotAHello));
     }
 }

@@ -1,9 +1,11 @@
-//! Links: authenticated connections to other workers, plain or encrypted.
+//! Links: authenticated connections to other workers, plain, with digests, or encrypted.
 //!
 //! ```text
 //!   message:  length (u32, little endian) tag │ bytes tag
 //!            sealed              16 bytes      sealed, at most 64 KiB
 //! ```
+//!
+//! Digests take the place of the cipher's tags; the bytes are then as the caller's.
 //!
 //! The length has a tag of its own, so a modified length is detected before it is waited for.
 //!
@@ -11,7 +13,7 @@
 //! follow the one it reads, a receiver takes at most the length from the socket, so a link with
 //! unread bytes is [marked](Link::has_unread) or readable for `poll`.
 //!
-//! **Invariant:** without encryption, a call is one system call on the caller's buffers.
+//! **Invariant:** on a plain link, a call is one system call on the caller's buffers.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read};
 use std::net::{Shutdown, TcpStream};
@@ -21,7 +23,7 @@ use std::sync::{Mutex, MutexGuard};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags};
 
-use super::cipher::{DirectionKey, TAG_BYTES};
+use super::cipher::{DirectionKey, Protection, TAG_BYTES};
 
 /// Link to another worker, after the handshake. Any thread may use it; one at a time sends, and one
 /// at a time receives.
@@ -38,6 +40,19 @@ pub(crate) struct LinkKeys {
     pub(crate) opens: DirectionKey,
 }
 
+impl LinkKeys {
+    /// What protects the bytes after the handshake, if anything does.
+    pub(crate) fn for_protection(self, protection: Protection) -> Option<Self> {
+        match protection {
+            Protection::None => None,
+            Protection::Digests => {
+                Some(Self { seals: DirectionKey::digests(), opens: DirectionKey::digests() })
+            }
+            Protection::Encryption => Some(self),
+        }
+    }
+}
+
 #[derive(Debug)]
 struct Cipher {
     sealer: Mutex<Sealer>,
@@ -45,7 +60,7 @@ struct Cipher {
 }
 
 impl Link {
-    /// `socket`: non-blocking. `keys`: `None` if the link is not encrypted.
+    /// `socket`: non-blocking. `keys`: `None` for a plain link.
     pub(crate) fn new(socket: TcpStream, keys: Option<LinkKeys>) -> Self {
         let cipher = keys.map(|LinkKeys { seals, opens }| {
             let sealer = Sealer { key: seals, message: Vec::new(), written: 0, bytes: 0 };
@@ -158,7 +173,7 @@ impl AsFd for Link {
     }
 }
 
-/// Encrypts what is sent. Holds at most one message, until the kernel has accepted all of it.
+/// Seals what is sent. Holds at most one message, until the kernel has accepted all of it.
 #[derive(Debug)]
 struct Sealer {
     key: DirectionKey,
@@ -208,7 +223,7 @@ impl Sealer {
     }
 }
 
-/// Decrypts what is received, message by message.
+/// Opens what is received, message by message.
 #[derive(Debug)]
 struct Opener {
     key: DirectionKey,

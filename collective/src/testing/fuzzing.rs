@@ -5,6 +5,7 @@ use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::net::cipher::Protection;
 use crate::net::frame::{Frame, Kind};
 use crate::net::handshake::{
     ANSWER_BYTES, CONFIRMATION_BYTES, FIRST_BYTES, Hello, Initiator, JobDigest, Purpose, Responder,
@@ -71,7 +72,7 @@ pub fn hello(data: &[u8]) {
         generation: GENERATION,
         from: 1,
         to: 2,
-        is_encrypted: true,
+        protection: Protection::Encryption,
     };
     let (initiator, first) = Initiator::new(&hello, &secret);
     let responder = Responder::new(&first, &secret).expect("it is of the same job");

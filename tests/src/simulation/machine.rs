@@ -235,8 +235,15 @@ impl Group for SimulatedGroup {
         dst: &mut [f32],
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
         let what = Collective::Step(path);
-        let done = self.operate(what, Some(header.to_vec()), src.to_vec())?;
+        let change = |of_all| {
+            let header = header.to_vec();
+            act(move |world, thread| world.changes_sum(thread.p, &header, of_all))
+        };
+        let mut src = src.to_vec();
+        src[0] += change(true);
+        let done = self.operate(what, Some(header.to_vec()), src)?;
         dst.copy_from_slice(&done.body);
+        dst[0] += change(false);
         Ok(done.notes)
     }
 

@@ -6,17 +6,20 @@
 //! **Oracle:** no checkpoint is complete with that bit, and no job ends with it. Where most ranks
 //! agree, only a rank with that bit gives up its state. A worker of another build commits no step.
 //!
-//! In jobs that are audited, a worker computes wrong gradients, once or several times.
+//! In jobs that are audited, a worker computes wrong gradients, once or several times, or a sum of
+//! gradients is changed on its way: to all ranks, or to one.
 //!
 //! **Oracle:** no step has a wrong sum. Where most ranks agree, only a rank that has computed a
-//! wrong gradient fails.
+//! wrong gradient fails; no rank fails for a sum.
 //!
 //! What no rank can tell is not judged: a wrong state that is the only one, or that is copied
 //! before it is compared.
 
+use elasticdl::session::header::{self, StepHeader};
 use elasticdl::session::origin::{Origin, Program};
 use elasticdl_master::job::WorkerMessage;
 
+use super::state::coverage::Coverage;
 use super::state::endpoint::Ring;
 use super::state::trainer::Trainer;
 use super::trace::trace;
@@ -44,11 +47,38 @@ impl World {
         }
     }
 
-    /// `p` computes this number of wrong gradients, as long as they are audited.
+    /// `p` computes some wrong gradients, as long as they are audited, or changes a sum.
     pub(super) fn begin_miscounts(&mut self, p: usize) {
-        if self.may_flip(p) && !self.processes[p].trainer.has_miscounted {
-            self.processes[p].trainer.miscounts = self.rng.between(1, 5) as u32;
+        if !self.may_flip(p) {
+            return;
         }
+        let miscounts = self.rng.between(1, 5) as u32;
+        let [changes_sum, is_second, of_all] = [(); 3].map(|()| self.rng.below(2) == 0);
+        let trainer = &mut self.processes[p].trainer;
+        if changes_sum {
+            trainer.changes_sum = Some((is_second, of_all));
+        } else if !trainer.has_miscounted {
+            trainer.miscounts = miscounts;
+        }
+    }
+
+    /// By how much `p` changes the sum that begins, or ends at this rank: `of_all`. `header`: its
+    /// own, which a second sum of the same gradients has not.
+    pub(super) fn changes_sum(&mut self, p: usize, header: &[u8], of_all: bool) -> f32 {
+        let is_second = header.is_empty();
+        let is_audited = is_second
+            || header::decode(header).is_some_and(|header: StepHeader| header.audit.is_some());
+        let trainer = &mut self.processes[p].trainer;
+        let is_due = is_audited && trainer.changes_sum == Some((is_second, of_all));
+        if !is_due || self.setting.chunks.is_some() {
+            return 0.0;
+        }
+        trainer.changes_sum = None;
+        trace!(self, "{}: changes a sum, of all ranks: {of_all}", self.name(p));
+        self.fault_plan.links_may_break = true;
+        self.processes.iter_mut().for_each(|process| process.is_degraded = true);
+        self.oracle.coverage.sums_changed += 1;
+        WRONG
     }
 
     /// By how much the gradient that `p` computes is wrong: in half of the jobs by another number
@@ -92,7 +122,8 @@ impl World {
 
     /// Checks that `p` may have left a group whose replicas differ from its own.
     pub(super) fn check_difference(&mut self, p: usize) {
-        if self.oracle.coverage.flipped + self.oracle.coverage.miscounted == 0 {
+        let Coverage { flipped, miscounted, sums_changed, .. } = self.oracle.coverage;
+        if flipped + miscounted + sums_changed == 0 {
             self.violate(format!("{}: replicas differ", self.name(p)));
         }
     }

@@ -43,6 +43,11 @@ impl Session {
         self.memberships.was_in_group
     }
 
+    /// Whether some steps of the job are audited.
+    pub fn audits(&self) -> bool {
+        self.job.audit.is_some()
+    }
+
     /// The micro-batches that these records of the step consist of.
     pub fn micro_batches(&self, ranges: &[RecordRange]) -> Vec<RecordRange> {
         let Some(state) = &self.state else { return ranges.to_vec() };

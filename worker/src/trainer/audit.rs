@@ -3,6 +3,7 @@
 use std::mem;
 use std::sync::Arc;
 
+use elasticdl_collective::device::Path;
 use elasticdl_collective::zeros;
 use elasticdl_proto::RecordRange;
 
@@ -10,6 +11,7 @@ use super::Trainer;
 use super::parts::Parts;
 use super::stopped::Stopped;
 use crate::audit::PartDigest;
+use crate::buckets::SummedBuckets;
 use crate::external::Comparison;
 use crate::failure::Failure;
 use crate::metrics;
@@ -152,6 +154,32 @@ impl<M: Model> Trainer<'_, M> {
         }
     }
 
+    /// Sums a step that is audited once more: what a processor, a memory or a link has changed in
+    /// one sum is not in the other. A collective operation of the group.
+    pub(super) fn sum_again(
+        &mut self,
+        headers: &[StepHeader],
+        path: Path,
+    ) -> Result<(), Stopped> {
+        if headers.len() == 1 || headers.iter().all(|header| header.audit.is_none()) {
+            return Ok(());
+        }
+        let first = self.tensors.sum_digest();
+        let buckets = self.model.bucket_len().map(|len| SummedBuckets { len, summed: 0 });
+        self.tensors.sum(&[], path, buckets)?;
+        check_sums(first, self.tensors.sum_digest())
+    }
+
+    /// Whether a part of the step that is summed next is audited. A collective operation of the
+    /// group.
+    pub(super) fn is_audited(&mut self) -> Result<bool, Stopped> {
+        if !self.session.audits() {
+            return Ok(false);
+        }
+        let mine = [u8::from(self.session.assignment.is_audited())];
+        Ok(self.tensors.group_mut()?.all_gather(&mine)?.iter().any(|one| **one == [1]))
+    }
+
     fn own_digest(&self) -> u64 {
         let mut digest = PartDigest::default();
         match (&self.exact, &self.tensors) {
@@ -161,4 +189,18 @@ impl<M: Model> Trainer<'_, M> {
         }
         digest.end(self.session.assignment.loss_sum())
     }
+}
+
+/// Compares the digests of two sums of the same gradients.
+///
+/// # Errors
+/// The links are left, and the next group sums again. Ranks that have seen no difference have the
+/// right sum: what was changed before the sum was complete, all have seen.
+pub(super) fn check_sums(first: u64, again: u64) -> Result<(), Stopped> {
+    if first == again {
+        return Ok(());
+    }
+    let why = "a sum of gradients was changed while it was computed or sent: a second sum of the \
+               same gradients has other bits";
+    Err(Stopped::Left(why.into()))
 }

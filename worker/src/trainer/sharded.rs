@@ -28,6 +28,7 @@ use half::slice::HalfFloatSliceExt as _;
 
 use self::sums::{StepSums, parts};
 use super::Trainer;
+use super::audit::check_sums;
 use super::peers::{Peers, Source, all_have_read, refused};
 use super::row_tables::{LostRows, Regrouped, exchange};
 use super::stopped::{Stopped, decode_all, state_mismatch};
@@ -145,17 +146,23 @@ impl ShardedOptimizer {
     }
 
     /// Sums the buckets that are not summed already, hands chunks to the ranks that are to hold
-    /// them, and keeps the sums until the step is committed.
+    /// them, and keeps the sums until the step is committed. They are computed twice if the step
+    /// `is_audited`.
     fn sum(
         &mut self,
         group: &mut dyn Group,
         gradient: &[f32],
-        summed: usize,
+        (summed, is_audited): (usize, bool),
     ) -> Result<(), Stopped> {
         if summed == 0 {
             self.begin_sums();
         }
         buckets::sum_rest_with(group, &[], gradient, &mut self.sums, summed)?;
+        if is_audited && group.world_size() > 1 {
+            let first = self.sums.digest();
+            buckets::sum_rest_with(group, &[], gradient, self.begin_sums(), 0)?;
+            check_sums(first, self.sums.digest())?;
+        }
         if let Some(copies) = self.chunks.copies() {
             let received = exchange(group, copies)?;
             self.chunks.receive_copies(&received)?;
@@ -417,12 +424,13 @@ impl<M: Model> Trainer<'_, M> {
             self.tensors.clear_gradient()?;
         }
         let summed = mem::replace(&mut self.summed, Ok(0))?;
+        let is_audited = self.is_audited()?;
         let (Some(sharded), Tensors::Host { group: Some(group), state }) =
             (&mut self.sharded, &mut self.tensors)
         else {
             return Err(CollectiveError::Aborted { generation: 0 }.into());
         };
-        sharded.sum(&mut **group, &state.gradient, summed)?;
+        sharded.sum(&mut **group, &state.gradient, (summed, is_audited))?;
         let mine = self.header()?;
         let headers = decode_all(self.tensors.group_mut()?.all_gather(&mine)?)?;
         self.session.reports.reduced(self.machine.now() - started);

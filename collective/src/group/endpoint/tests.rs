@@ -7,6 +7,7 @@ use std::sync::mpsc;
 use rustix::net::{AddressFamily, SocketType};
 
 use super::*;
+use crate::net::cipher::Protection;
 use crate::net::handshake::{ANSWER_BYTES, FIRST_BYTES, Hello, Initiator};
 use crate::{Communicator, Member};
 
@@ -261,7 +262,9 @@ fn an_answer_that_does_not_come_is_a_stall_at_the_next_member() {
 #[test]
 fn a_link_that_is_not_encrypted_is_refused_where_encryption_is_required() {
     let end = endpoint_of(EndpointOptions { link_encryption: LinkEncryption::On, ..options(2) });
-    assert_refused(&end, &Hello { is_encrypted: false, ..hello() }, &secret());
+    for protection in [Protection::None, Protection::Digests] {
+        assert_refused(&end, &Hello { protection, ..hello() }, &secret());
+    }
     assert_eq!(end.fence.pending_dial_count(), 0);
 }
 
@@ -330,7 +333,7 @@ fn hello() -> Hello {
         generation: 5,
         from: 1,
         to: 2,
-        is_encrypted: true,
+        protection: Protection::Encryption,
     }
 }
 

@@ -1,4 +1,4 @@
-//! Encrypted links: what arrives, what the wire shows, and which messages end the link.
+//! Protected links: what arrives, what the wire shows, and which messages end the link.
 
 use std::io::Write;
 use std::net::{Ipv4Addr, TcpListener};
@@ -25,6 +25,10 @@ fn sockets() -> [TcpStream; 2] {
 fn keys(ours: u8, theirs: u8) -> LinkKeys {
     let [seals, opens] = [ours, theirs].map(|key| DirectionKey::new(&[key; KEY_BYTES]));
     LinkKeys { seals, opens }
+}
+
+fn digests() -> LinkKeys {
+    keys(1, 2).for_protection(Protection::Digests).unwrap()
 }
 
 fn encrypted_pair() -> [Link; 2] {
@@ -56,9 +60,9 @@ fn recv_exact(link: &Link, mut buf: &mut [u8]) {
 }
 
 /// Bytes on the wire for one call.
-fn on_the_wire(bytes: &[u8]) -> Vec<u8> {
+fn on_the_wire(bytes: &[u8], keys: LinkKeys) -> Vec<u8> {
     let [socket, mut peer] = sockets();
-    let link = Link::new(socket, Some(keys(1, 2)));
+    let link = Link::new(socket, Some(keys));
     assert_eq!(send(&link, bytes), Some(bytes.len()));
     drop(link);
     let mut sealed = Vec::new();
@@ -138,7 +142,7 @@ fn bytes_are_left_by_a_peek_and_by_a_short_buffer() {
 #[test]
 fn the_wire_shows_nothing_of_the_bytes() {
     let bytes = b"the model's parameters".repeat(5000);
-    let sealed = on_the_wire(&bytes[..SEALED_BYTES_MAX]);
+    let sealed = on_the_wire(&bytes[..SEALED_BYTES_MAX], keys(1, 2));
     assert_eq!(sealed.len(), SEALED_BYTES_MAX + LENGTH_BYTES + TAG_BYTES);
     for window in sealed.windows(5) {
         assert!(!bytes[..22 + 5].windows(5).any(|plain| plain == window), "{window:?}");
@@ -147,15 +151,24 @@ fn the_wire_shows_nothing_of_the_bytes() {
 
 #[test]
 fn any_flipped_bit_ends_the_link() {
-    let sealed = on_the_wire(b"gradients");
-    for bit in 0..sealed.len() * 8 {
-        let mut forged = sealed.clone();
-        forged[bit / 8] ^= 1 << (bit % 8);
-        let [socket, mut attacker] = sockets();
-        let link = Link::new(socket, Some(keys(2, 1)));
-        attacker.write_all(&forged).unwrap();
-        let error = recv(&link, &mut [0; 9]).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::InvalidData, "bit {bit}: {error}");
+    let cases: [(LinkKeys, fn() -> LinkKeys); 2] =
+        [(keys(1, 2), || keys(2, 1)), (digests(), digests)];
+    for (seals, opens) in cases {
+        let sealed = on_the_wire(b"gradients", seals);
+        for bit in 0..sealed.len() * 8 {
+            let mut forged = sealed.clone();
+            forged[bit / 8] ^= 1 << (bit % 8);
+            let [socket, mut attacker] = sockets();
+            let link = Link::new(socket, Some(opens()));
+            attacker.write_all(&forged).unwrap();
+            let error = recv(&link, &mut [0; 9]).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidData, "bit {bit}: {error}");
+        }
+        let [socket, mut peer] = sockets();
+        peer.write_all(&sealed).unwrap();
+        let mut opened = [0; 9];
+        recv_exact(&Link::new(socket, Some(opens())), &mut opened);
+        assert_eq!(&opened, b"gradients");
     }
 }
 

@@ -62,6 +62,8 @@ counts! {
     flipped,
     /// Wrong gradients that were computed in audited steps.
     miscounted,
+    /// Sums that were changed in audited steps.
+    sums_changed,
     /// Workers that failed because an audit found a wrong gradient.
     audited,
     /// Workers that gave up their state because replicas differed.

@@ -74,6 +74,8 @@ pub(crate) struct Trainer {
     pub(crate) miscounts: u32,
     /// Whether it has computed a wrong gradient.
     pub(crate) has_miscounted: bool,
+    /// Whether it changes an audited sum: the second of a step, and that of all ranks or its own.
+    pub(crate) changes_sum: Option<(bool, bool)>,
     /// Exit code of the process, once the trainer is done.
     pub(crate) ended: Option<i32>,
 }

@@ -12,6 +12,7 @@ use std::ops::Range;
 
 use elasticdl_collective::{CollectiveError, Communicator};
 use elasticdl_tables::{ChunkLayout, ChunkSums, Chunks};
+use xxhash_rust::xxh3::Xxh3Default;
 
 use crate::buckets::{Bucket, BucketSums, Cut};
 use crate::machine::Group;
@@ -119,6 +120,13 @@ impl StepSums {
     /// Whether the sums that this rank needs are finite.
     pub(super) fn are_finite(&self) -> bool {
         self.are_finite
+    }
+
+    /// Digest of the sums that this rank needs.
+    pub(super) fn digest(&self) -> u64 {
+        let mut digest = Xxh3Default::new();
+        self.sums.values().for_each(|sum| digest.update(bytemuck::cast_slice(sum)));
+        digest.digest()
     }
 
     /// What this rank needs of the sum, once all buckets are summed. A collective operation of the
