@@ -156,11 +156,7 @@ impl<M: Model> Trainer<'_, M> {
 
     /// Sums a step that is audited once more: what a processor, a memory or a link has changed in
     /// one sum is not in the other. A collective operation of the group.
-    pub(super) fn sum_again(
-        &mut self,
-        headers: &[StepHeader],
-        path: Path,
-    ) -> Result<(), Stopped> {
+    pub(super) fn sum_again(&mut self, headers: &[StepHeader], path: Path) -> Result<(), Stopped> {
         if headers.len() == 1 || headers.iter().all(|header| header.audit.is_none()) {
             return Ok(());
         }

@@ -62,10 +62,11 @@ pub(crate) struct ResilienceOptions {
     /// are several, so 1% costs about 1% of the time. If two results differ, the step is not
     /// applied, all workers compute these records again, and the worker that is alone with its
     /// result is replaced, on another node if possible: its memory or processor has a fault. The
-    /// step is then computed again. With two workers that stand by their results, none is trusted,
-    /// and the job goes back to the newest checkpoint. A model that is not deterministic is
-    /// refused; so are models on GPUs and models with tables. The loop of a PyTorch program yields
-    /// the batches of the other part, too. [default: no step]
+    /// step is then computed again. It is summed twice, too, and links have digests. With two
+    /// workers that stand by their results, none is trusted, and the job goes back to the newest
+    /// checkpoint. A model that is not deterministic is refused; so are models on GPUs and models
+    /// with tables. The loop of a PyTorch program yields the batches of the other part, too.
+    /// [default: no step]
     #[arg(long, value_name = "PERCENT", value_parser = parse_audit)]
     pub(crate) audit: Option<u32>,
 

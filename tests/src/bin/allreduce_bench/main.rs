@@ -84,6 +84,8 @@ enum Operation {
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 enum Encryption {
     Auto,
+    /// None, but digests of all bytes.
+    Digests,
     Off,
     On,
 }
@@ -240,7 +242,7 @@ impl Encryption {
     fn choice(self) -> LinkEncryption {
         match self {
             Self::Auto => LinkEncryption::Auto,
-            Self::Off => LinkEncryption::Off,
+            Self::Digests | Self::Off => LinkEncryption::Off,
             Self::On => LinkEncryption::On,
         }
     }

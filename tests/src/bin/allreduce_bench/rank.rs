@@ -11,7 +11,7 @@ use elasticdl_collective::{
 use rustix::process::{Signal, getpid, kill_process};
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::{Arguments, Fallible, Operation, Transport, name, print_line, quantiles};
+use crate::{Arguments, Encryption, Fallible, Operation, Transport, name, print_line, quantiles};
 
 /// Value of `--peers`: the addresses are exchanged over standard output and input.
 pub(crate) const ASK: &str = "-";
@@ -47,6 +47,7 @@ pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<(
         wire_dtype: arguments.wire.dtype(),
         transport: arguments.transport.choice(),
         link_encryption: arguments.link_encryption.choice(),
+        has_digests: arguments.link_encryption == Encryption::Digests,
         channels: arguments.channels,
         ..EndpointOptions::new("allreduce_bench", rank as u64, secret)
     };
