@@ -40,14 +40,23 @@ impl Network {
     pub fn with_rate(hosts: u8, rate: &str) -> Result<Self, String> {
         let network = Self::unmade(hosts);
         network.make()?;
-        for host in 0..hosts {
-            let namespace = network.namespace(&host.to_string());
-            let qdisc = format!(
-                "-n {namespace} qdisc add dev eth0 root tbf rate {rate} burst 512kb latency 100ms"
-            );
-            run("tc", &qdisc.split(' ').collect::<Vec<_>>())?;
-        }
+        (0..hosts).try_for_each(|host| network.limit(host, rate))?;
         Ok(network)
+    }
+
+    /// From now on `host` sends at no more than this rate, of which `with_rate` says more.
+    pub fn limit(&self, host: u8, rate: &str) -> Result<(), String> {
+        let namespace = self.namespace(&host.to_string());
+        let qdisc = format!(
+            "-n {namespace} qdisc add dev eth0 root tbf rate {rate} burst 512kb latency 100ms"
+        );
+        run("tc", &qdisc.split(' ').collect::<Vec<_>>()).map(drop)
+    }
+
+    /// Ends a limit.
+    pub fn unlimit(&self, host: u8) -> Result<(), String> {
+        let namespace = self.namespace(&host.to_string());
+        run("tc", &["-n", &namespace, "qdisc", "del", "dev", "eth0", "root"]).map(drop)
     }
 
     /// Whether this user may make one.

@@ -81,6 +81,31 @@ fn workers_fill_the_slots_of_the_hosts_and_leave_a_host_that_is_switched_off() {
     }
 }
 
+#[test]
+#[ignore = "needs root, iproute2 and the kernel's token bucket filter"]
+fn a_host_whose_network_becomes_slow_is_named() {
+    let network = Network::new(4);
+    let fixture = JobFixture { parameters: 1 << 20, ..JobFixture::new(PROGRAMS, 3).lasting() };
+    let list = [1, 2, 3].map(|host| name_of(&network, host));
+    let command = on_hosts(&fixture, &list.join("\n"), "ip netns exec {host}")
+        .started_by(network.on(0))
+        .option("listen", network.address(0));
+    let mut job = command.start().keeping(fixture.folder);
+    job.wait_for_work_of(3);
+    network.limit(2, "40mbit").unwrap();
+    let found = job.wait_for("a slow link", |status| status.limiting_link.is_some());
+    let link = found.limiting_link.unwrap();
+    // Its link alone is slow, to whichever worker is next in the ring.
+    assert_eq!(link.from_host.as_ref(), Some(&list[1]), "{link:?}");
+    assert!((2e6..8e6).contains(&link.bytes_per_s), "{link:?}");
+    network.unlimit(2).unwrap();
+    job.hurry();
+    let ended = job.wait();
+    ended.assert_exact("a host is slow");
+    let line = format!(" on {} to worker ", list[1]);
+    assert!(ended.output.contains(&line), "{line}: {}", ended.output);
+}
+
 /// A server of ssh for this user, on this machine.
 struct Sshd {
     child: Child,
