@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use elasticdl_master::certificates::{Certificates, YEARS};
 use elasticdl_master::job::{JobSpec, Work};
+use elasticdl_master::kube::anchor::MAX_WORKERS;
 use elasticdl_master::kube::client::{API_SERVER_PORTS, Cluster, ClusterError};
 use elasticdl_master::kube::differences::Difference;
 use elasticdl_master::kube::existing::ExistingJob;
@@ -22,8 +23,8 @@ use super::request::{StartRequest, default_name, nccl_warning};
 use crate::args::ClusterOptions;
 use crate::backend::{self, FollowOutput};
 use crate::process::{
-    Console, EXIT_INTERRUPTED, EXIT_OK, Failure, cannot, new_runtime, print, print_line,
-    print_warning, read_text,
+    EXIT_INTERRUPTED, EXIT_OK, Failure, cannot, new_runtime, print, print_line, print_warning,
+    read_text,
 };
 
 /// Submits a job and follows it. Returns the exit code.
@@ -54,7 +55,7 @@ pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
         if let Some(objects) = &if_not_exists
             && let Some(existing) = ExistingJob::find(&cluster, name, objects).await?
         {
-            return Ok(report(&existing, name, namespace, asked.output.console()));
+            return Ok(report(&existing, name, namespace, asked));
         }
         warn(asked, &request);
         let mut interrupts = signal(SignalKind::interrupt()).map_err(cannot("handle signals"))?;
@@ -65,7 +66,7 @@ pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
         if let (Err(ClusterError::Exists(_)), Some(objects)) = (&submitted, &if_not_exists)
             && let Some(existing) = ExistingJob::find(&cluster, name, objects).await?
         {
-            return Ok(report(&existing, name, namespace, asked.output.console()));
+            return Ok(report(&existing, name, namespace, asked));
         }
         if let Some(why) = submitted? {
             print_warning(&format!("the master waits: {why}"));
@@ -125,16 +126,21 @@ pub(super) fn warn(asked: &StartRequest, request: &Request) {
 
 /// Says that a job exists, and how it differs, unless only errors are printed. Returns the exit
 /// code.
-fn report(existing: &ExistingJob, name: &str, namespace: &str, console: Console) -> u8 {
-    for line in existence(existing, name, namespace) {
-        if !console.quiet {
+fn report(existing: &ExistingJob, name: &str, namespace: &str, asked: &StartRequest) -> u8 {
+    for line in existence(existing, name, namespace, asked) {
+        if !asked.output.quiet {
             print_line(&line);
         }
     }
     EXIT_OK
 }
 
-fn existence(existing: &ExistingJob, name: &str, namespace: &str) -> Vec<String> {
+fn existence(
+    existing: &ExistingJob,
+    name: &str,
+    namespace: &str,
+    asked: &StartRequest,
+) -> Vec<String> {
     let state = existing.ended().unwrap_or_else(|| "not ended".into());
     let first = format!(
         "a job {name} exists already in the namespace {namespace} and has {state}: nothing is \
@@ -143,7 +149,12 @@ fn existence(existing: &ExistingJob, name: &str, namespace: &str) -> Vec<String>
     let differs = |difference: &Difference| {
         format!("warning: it is not as asked for: {}", difference.on_command_line())
     };
-    [first].into_iter().chain(existing.differences.iter().map(differs)).collect()
+    // A maximum that is not given follows from the number of workers.
+    let is_asked = |difference: &&Difference| {
+        difference.option != MAX_WORKERS || asked.workers.max_workers.is_some()
+    };
+    let differences = existing.differences.iter().filter(is_asked).map(differs);
+    [first].into_iter().chain(differences).collect()
 }
 
 /// Completes the submission of a job: half of its objects would be of no use. Returns its result,
@@ -458,6 +469,7 @@ mod tests {
     use rustix::process::{Signal as Number, getpid, kill_process};
 
     use super::*;
+    use crate::commands::parse_start;
 
     #[tokio::test]
     async fn a_submission_is_completed_unless_the_user_interrupts_it_twice() {
@@ -487,14 +499,23 @@ mod tests {
     #[test]
     fn a_job_without_a_summary_has_not_ended_and_each_difference_is_a_warning() {
         let values = Some(("0".into(), "7".into()));
-        let differences = vec![Difference { option: "seed".into(), values }];
-        let mut existing = ExistingJob { data: Data::default(), differences };
-        let lines = existence(&existing, "j", "n");
-        let expected =
-            "a job j exists already in the namespace n and has not ended: nothing is submitted";
-        assert_eq!(lines, [expected, "warning: it is not as asked for: --seed is 0, not 7"]);
+        let differences = ["max-workers", "seed"]
+            .map(|option| Difference { option: option.into(), values: values.clone() });
+        let mut existing = ExistingJob { data: Data::default(), differences: differences.to_vec() };
+        let asked = |options| {
+            parse_start(&format!("train --local --training-data d {options} -- true")).unwrap()
+        };
+        let lines = existence(&existing, "j", "n", &asked("--max-workers 7"));
+        let expected = [
+            "a job j exists already in the namespace n and has not ended: nothing is submitted",
+            "warning: it is not as asked for: --max-workers is 0, not 7",
+            "warning: it is not as asked for: --seed is 0, not 7",
+        ];
+        assert_eq!(lines, expected);
+        let lines = existence(&existing, "j", "n", &asked(""));
+        assert_eq!(lines, [expected[0], expected[2]]);
         existing.data.insert(SUMMARY.into(), r#"{"state": "completed"}"#.into());
-        let lines = existence(&existing, "j", "n");
+        let lines = existence(&existing, "j", "n", &asked(""));
         assert!(lines[0].contains("and has completed: "), "{lines:?}");
     }
 }
