@@ -27,7 +27,10 @@ impl Job {
         let keeps_state =
             self.spec.options.checkpoints.is_some() || !self.spec.options.work.trains();
         match (self.is_ending(), keeps_state) {
-            (true, _) => Some("the job is ending"),
+            (true, _) => Some(
+                "the job is not suspended: it is ending, and its workers end by themselves; wait \
+                 for that, or end them at once with `elasticdl stop --force`",
+            ),
             (false, false) => Some(
                 "this job writes no checkpoints, so its state would be lost: it was started \
                  without --checkpoint-dir",
