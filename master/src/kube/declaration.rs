@@ -375,8 +375,29 @@ where
 {
     let doing = format!("read the {} {name}", K::kind(&()));
     let objects: Api<K> = cluster.api();
-    let read = async || objects.get(name).await.map_err(|error| cluster.explain(&doing, error));
+    let explain = |error| explain::<K>(cluster, &doing, error);
+    let read = async || objects.get(name).await.map_err(explain);
     retry(&doing, read).await
+}
+
+/// As [`Cluster::explain`]. The server has no path of a kind whose definition is not installed.
+fn explain<K: Resource<DynamicType = ()>>(
+    cluster: &Cluster,
+    doing: &str,
+    error: kube::Error,
+) -> ClusterError {
+    match error {
+        kube::Error::Api(status) if status.code == 404 && status.reason != "NotFound" => {
+            let (plural, group, version) = (K::plural(&()), K::group(&()), K::version(&()));
+            let message = format!(
+                "the CRD {plural}.{group} with the version {version} is not installed in the \
+                 cluster; install Kubeflow Trainer, or declare the job as a Job (see \
+                 manifests/README.md)"
+            );
+            ClusterError::Refused { doing: doing.into(), message }
+        }
+        error => cluster.explain(doing, error),
+    }
 }
 
 /// The object with this uid, as it is after the next change.

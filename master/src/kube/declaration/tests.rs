@@ -108,6 +108,18 @@ async fn the_pod_of_a_train_job_finds_it_and_what_its_runtime_asks_for() {
 }
 
 #[tokio::test]
+async fn a_train_job_that_is_absent_is_told_from_a_definition_that_is() {
+    let (_, cluster) = FakeServer::start();
+    let told = |message: &str, reason: &str| {
+        let status = kube::core::Status::failure(message, reason).with_code(404);
+        explain::<TrainJob>(&cluster, "read", kube::Error::Api(status.boxed())).to_string()
+    };
+    let absent = told("404 page not found", "Failed to parse error data");
+    assert!(absent.contains("the CRD trainjobs.trainer.kubeflow.org with"), "{absent}");
+    assert!(told("trainjobs \"t\" not found", "NotFound").contains("\"t\" not found"));
+}
+
+#[tokio::test]
 async fn the_name_of_a_job_is_held_by_the_declaration_that_owns_its_master() {
     let (fake, cluster) = FakeServer::start();
     let declaration = declaration(&fake, &cluster).await;
