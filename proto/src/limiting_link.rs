@@ -28,6 +28,22 @@ pub struct LimitingLink {
     pub bytes_per_s: f64,
 }
 
+impl LimitingLink {
+    /// That the network limits the link no longer, as text. `limited`: part of the last seconds in
+    /// which it did, 0 to 1; `None` if it is not known.
+    #[must_use]
+    pub fn ended(&self, limited: Option<f64>) -> String {
+        let (megabytes, before) = (self.bytes_per_s / 1e6, 100.0 * self.limited);
+        let now = limited.map(|part| format!(", now for {:.0} %", 100.0 * part));
+        format!(
+            "{self:#} no longer: the network delivered {megabytes:.1} MB/s and was the limit for \
+             {before:.0} % of the time{}",
+            now.unwrap_or_default()
+        )
+    }
+}
+
+/// What it limits; the alternate form leaves its speed out.
 impl fmt::Display for LimitingLink {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let on = |host: &Option<String>| host.iter().map(|host| format!(" on {host}")).collect();
@@ -38,6 +54,9 @@ impl fmt::Display for LimitingLink {
             let Self { from, to, .. } = self;
             write!(f, "the link from worker {from}{from_host} to worker {to}{to_host} limits ")?;
             write!(f, "the steps")?;
+        }
+        if f.alternate() {
+            return Ok(());
         }
         write!(f, ": the network delivers {:.1} MB/s", self.bytes_per_s / 1e6)
     }
@@ -61,6 +80,10 @@ mod tests {
         let expected = "the link from worker 3 on b to worker 4 limits the steps: the network \
                         delivers 12.3 MB/s";
         assert_eq!(link.to_string(), expected);
+        let expected = "the link from worker 3 on b to worker 4 limits the steps no longer: the \
+                        network delivered 12.3 MB/s and was the limit for 75 % of the time, now \
+                        for 3 %";
+        assert_eq!(link.ended(Some(0.031)), expected);
         link.host = Some("b".into());
         let expected = "the links of host b limit the steps: the network delivers 12.3 MB/s";
         assert_eq!(link.to_string(), expected);

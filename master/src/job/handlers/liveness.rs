@@ -81,11 +81,9 @@ impl Job {
             let sender = self.workers.get(link.from);
             sender.and_then(|w| w.pace().last()).is_some_and(|last| last.awaits_network())
         };
-        if let Some(link) = slowest.filter(awaits) {
-            let line = link.to_string();
-            if self.lifecycle.slow_links.find(now, link) {
-                self.log_event(line);
-            }
+        let link = slowest.filter(awaits);
+        for line in self.lifecycle.slow_links.find(now, link) {
+            self.log_event(line);
         }
     }
 

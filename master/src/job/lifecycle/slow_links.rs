@@ -10,9 +10,9 @@
 //! time, while the others are for less than half as long, is the slow one; several such links are
 //! those of a slow host, if one host is an end of each.
 //!
-//! The status shows the link, without any other effect.
+//! The status shows the link, and events tell when it begins and ends to limit the steps.
 //!
-//! **Invariant:** nothing is known of the links of an earlier generation.
+//! **Invariant:** no link of an earlier generation is compared or shown.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -31,6 +31,9 @@ pub(crate) struct SlowLinks {
     compared: Time,
     /// The link that limits the steps, and when that was found last.
     found: Option<(Time, LimitingLink)>,
+    /// The link of which users were told, as it was then, until they are told of its end. It was
+    /// found last at this time, or not compared since.
+    told: Option<(Time, LimitingLink)>,
 }
 
 /// The links from one member, over the time that is compared.
@@ -54,7 +57,8 @@ impl SlowLinks {
         pace: LinkPace,
     ) -> bool {
         if self.generation != generation {
-            *self = Self { generation, compared: now, ..Self::default() };
+            let told = self.told.take().map(|(_, link)| (now, link));
+            *self = Self { generation, compared: now, told, ..Self::default() };
         }
         let paces = self.paces.entry(from).or_default();
         paces.push_back((now, pace));
@@ -107,25 +111,30 @@ impl SlowLinks {
         })
     }
 
-    /// Notes the link that limits the steps. Returns whether that is news: none has lately, or one
-    /// between other workers.
-    pub(crate) fn find(&mut self, now: Time, link: LimitingLink) -> bool {
-        let ends = [link.from, link.to];
-        let is_known = self.found(now).is_some_and(|known| {
-            let is_same_host = known.host.is_some() && known.host == link.host;
-            is_same_host || ends.contains(&known.from) || ends.contains(&known.to)
+    /// Notes the link that limits the steps, if one does. Returns what is news: that the last one,
+    /// between other workers, does no longer, and that this one does.
+    pub(crate) fn find(&mut self, now: Time, link: Option<LimitingLink>) -> Vec<String> {
+        let ended = self.told.take_if(|(at, told)| match &link {
+            Some(link) => !is_known(told, link),
+            None => now.since(*at) >= ENDED_AFTER,
         });
-        self.found = Some((now, link));
-        !is_known
+        let ended = ended.map(|(_, told)| {
+            let sent = self.paces.get(&told.from).map(Sent::over);
+            told.ended(sent.filter(|sent| !sent.measured.is_zero()).map(|sent| sent.part()))
+        });
+        let mut begun = None;
+        if let Some(link) = link {
+            begun = self.told.is_none().then(|| link.to_string());
+            self.told.get_or_insert_with(|| (now, link.clone())).0 = now;
+            self.found = Some((now, link));
+        }
+        ended.into_iter().chain(begun).collect()
     }
 
     /// The link that limits the steps of this generation, if there is one.
     pub(crate) fn limiting(&self, now: Time, generation: Generation) -> Option<&LimitingLink> {
-        self.found(now).filter(|_| self.generation == generation)
-    }
-
-    fn found(&self, now: Time) -> Option<&LimitingLink> {
-        self.found.as_ref().filter(|(at, _)| now.since(*at) < WINDOW).map(|(_, link)| link)
+        let (at, link) = self.found.as_ref().filter(|_| self.generation == generation)?;
+        (now.since(*at) < WINDOW).then_some(link)
     }
 }
 
@@ -149,6 +158,14 @@ impl Sent {
     }
 }
 
+/// Whether users who know of the link `known` learn nothing from this one: it is of the same host,
+/// or of one of its workers.
+fn is_known(known: &LimitingLink, link: &LimitingLink) -> bool {
+    let is_same_host = known.host.is_some() && known.host == link.host;
+    let ends = [link.from, link.to];
+    is_same_host || ends.contains(&known.from) || ends.contains(&known.to)
+}
+
 /// The host that is an end of each of these links, if there is one and no other.
 fn common_host<'a>(
     links: &[(WorkerId, WorkerId)],
@@ -167,6 +184,9 @@ const MEASURED_MIN: Duration = Duration::from_secs(16);
 /// Part of the time in which the network limits a slow link, at least. More than half: two links
 /// that are slow in turn are none.
 const LIMITED: f64 = 0.6;
+/// Time after which a link that is not found any more does not limit the steps: longer than it
+/// takes to find the link of a host in the next generation.
+const ENDED_AFTER: Duration = Duration::from_secs(40);
 const COMPARED_EVERY: Duration = Duration::from_secs(2);
 /// Most measurements of a member that are kept.
 const PACES_MAX: usize = 32;
@@ -305,9 +325,32 @@ mod tests {
         let mut links = SlowLinks::default();
         let seen =
             [(0, &link), (19, &link), (30, &of_host), (40, &next), (50, &link), (69, &other)];
-        let news = seen.map(|(seconds, link)| links.find(at(seconds), link.clone()));
-        assert_eq!(news, [true, false, false, false, false, true]);
-        assert_eq!((links.found(at(88)), links.found(at(89))), (Some(&other), None));
-        assert!(links.find(at(89), other), "it had gone");
+        let news = seen.map(|(seconds, link)| links.find(at(seconds), Some(link.clone())));
+        let [none, first] = [vec![], vec![link.to_string()]];
+        let superseded = vec![link.ended(None), other.to_string()];
+        assert_eq!(news, [&first, &none, &none, &none, &none, &superseded].map(Clone::clone));
+        let limiting = [88, 89].map(|seconds| links.limiting(at(seconds), Generation(0)).cloned());
+        assert_eq!(limiting, [Some(other.clone()), None]);
+        // It is found again, with other figures, and goes.
+        assert_eq!(links.find(at(100), Some(LimitingLink { limited: 1.0, ..other.clone() })), none);
+        assert_eq!(links.find(at(139), None), none);
+        assert_eq!(links.find(at(140), None), [other.ended(None)]);
+        assert_eq!((links.find(at(200), None), links.find(at(201), Some(link))), (none, first));
+    }
+
+    #[test]
+    fn the_end_of_a_slow_link_is_told_with_what_is_measured_then_or_in_a_later_generation() {
+        let mut links = told(&[[5, 90, 5]; 10]);
+        let link = links.slowest(|id| HOSTS[id.0 as usize]).unwrap();
+        links.find(at(20), Some(link.clone()));
+        for turn in 11..=30 {
+            tell(&mut links, 2 * turn, &[5, 20, 5]);
+        }
+        assert_eq!(links.find(at(60), None), [link.ended(Some(0.2))]);
+        links.find(at(60), Some(link.clone()));
+        links.note(at(90), Generation(2), WorkerId(1), pace(3, 5));
+        assert_eq!(links.limiting(at(90), Generation(2)), None);
+        assert_eq!(links.find(at(129), None), [""; 0]);
+        assert_eq!(links.find(at(130), None), [link.ended(None)]);
     }
 }
