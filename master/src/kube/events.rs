@@ -284,11 +284,12 @@ const REPORTS_MAX: usize = 256;
 /// Reasons of users' requests end with it; they are of type `Normal`.
 const REQUESTED: &str = "Requested";
 /// Other reasons of type `Normal`: a job uses whatever capacity is free, so these are expected.
-const NORMAL_REASONS: [&str; 7] = [
+const NORMAL_REASONS: [&str; 8] = [
     "JobCompleted",
     "JobStopped",
     "JobSuspended",
     "MembershipChanged",
+    "PriorityClassMissing",
     "Queued",
     "QuotaExceeded",
     "Unschedulable",

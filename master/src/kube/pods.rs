@@ -342,7 +342,6 @@ impl PodController {
                 // An error means that the job is over.
                 let _ = self.event_sender.send((launch, event));
             }
-            PodAction::Warn(message) => warn!("{message}"),
         }
     }
 

@@ -9,7 +9,7 @@ use super::tests::{
 };
 use super::*;
 use crate::job::testing::spec;
-use crate::job::{Action, Event as JobEvent, Exit, Job, JobSpec, ReclaimCause, Time, Wait};
+use crate::job::{Action, Event as JobEvent, Exit, Job, JobSpec, ReclaimCause, Time};
 use crate::kube::leader_lease::{Holder, LeaderLease};
 use crate::kube::priority_tiers::PriorityTiers;
 use crate::kube::testing::FakeServer;
@@ -300,12 +300,14 @@ async fn a_missing_class_reduces_the_tiers_for_all_launches_and_is_reported_once
     while classes.len() < 2 {
         match pods.next().await.1 {
             BackendEvent::Created(class) => classes.push(class.unwrap()),
-            BackendEvent::Waiting(Wait::Scheduling(Some(message))) => messages.push(message),
+            BackendEvent::Noted(message) => messages.push(message),
             _ => {}
         }
     }
     assert_eq!(classes, ["elasticdl-tier-10", "elasticdl-tier-10"]);
-    assert_eq!(messages.len(), 1, "{messages:?}");
+    let told = "not accepted, and is created again: there is no PriorityClass \
+                elasticdl-tier-1, so workers have elasticdl-core or elasticdl-tier-10; ";
+    assert!(messages.len() == 1 && messages[0].starts_with(told), "{messages:?}");
     // The core's class is missing, too: no worker has a class.
     let no_core =
         "pods \"j-w-3\" is forbidden: no PriorityClass with name elasticdl-core was found";
@@ -322,10 +324,8 @@ async fn a_missing_class_of_the_users_choice_ends_the_launch() {
     let message = "pods \"j-w-1\" is forbidden: no PriorityClass with name mine was found";
     fake.state().refusals.push_back((403, message));
     start_one(&mut pods).await;
-    assert_eq!(
-        next(&mut pods).await,
-        ended(Exit::NotStarted("there is no priority class mine".into()))
-    );
+    let why = "there is no PriorityClass mine: create it, or name another";
+    assert_eq!(next(&mut pods).await, ended(Exit::NotStarted(why.into())));
     assert_eq!(fake.state().count("POST pods"), 1);
 }
 

@@ -127,7 +127,6 @@ pub(super) enum PodAction {
     /// Record an Event with this reason and message.
     RecordEvent(&'static str, String),
     Report(LaunchId, BackendEvent),
-    Warn(String),
 }
 
 /// A deletion whose reason may become known later.
@@ -309,20 +308,21 @@ impl PodTracker {
     /// Handles a priority class that the cluster does not have: reduces the tiers, once for all
     /// launches, and creates the pod again.
     fn on_missing_class(&mut self, launch: LaunchId, class: &str) {
-        let no_class = format!("there is no priority class {class}");
         let assigned = self.launches.get(&launch).and_then(|launched| launched.class.as_deref());
         if assigned != Some(class) {
             // The class is the user's own choice, or was set by an admission webhook.
-            return self.ended(launch, Exit::NotStarted(no_class));
+            let why = format!("there is no PriorityClass {class}: create it, or name another");
+            return self.ended(launch, Exit::NotStarted(why));
         }
         // Another launch may have reduced the tiers already.
         if let Some(instead) = self.factory.remove_class(class) {
             let message = format!(
-                "{no_class} in this cluster (see manifests/priorityclasses.yaml): {instead}"
+                "there is no PriorityClass {class}, so {instead}; apply \
+                 manifests/priorityclasses.yaml for the next jobs, or see --priority-tiers"
             );
-            self.act(PodAction::Warn(message.clone()));
-            let wait = Wait::Scheduling(Some(message));
-            self.act(PodAction::Report(launch, BackendEvent::Waiting(wait)));
+            self.act(PodAction::RecordEvent("PriorityClassMissing", message.clone()));
+            let note = format!("not accepted, and is created again: {message}");
+            self.act(PodAction::Report(launch, BackendEvent::Noted(note)));
         }
         self.create(launch);
     }
