@@ -272,19 +272,16 @@ pub async fn delete(cluster: &Cluster, name: &str) -> Result<(), ClusterError> {
         }
     };
     retry(doing, delete).await?;
-    let uid = anchor.and_then(|anchor| anchor.uid).unwrap_or_default();
-    wait_until_gone(cluster, name, &uid).await
+    wait_until_gone(cluster, name).await
 }
 
-async fn wait_until_gone(
-    cluster: &Cluster,
-    name: &str,
-    anchor_uid: &str,
-) -> Result<(), ClusterError> {
+async fn wait_until_gone(cluster: &Cluster, name: &str) -> Result<(), ClusterError> {
     let pods: Api<Pod> = cluster.api();
     let anchors: Api<ConfigMap> = cluster.api();
     let start = Instant::now();
     let deadline = start + GONE_TIMEOUT;
+    // The workers may be left without the ConfigMap, whose uid selects them otherwise.
+    let params = ListParams::default().labels(&format!("{}={name}", objects::JOB_LABEL));
     let mut was_said = false;
     loop {
         let doing = "list what is left of the job";
@@ -292,12 +289,8 @@ async fn wait_until_gone(
         let anchor = retry(doing, read).await?;
         let mut left: Vec<String> =
             anchor.map(|_| format!("ConfigMap {name}")).into_iter().collect();
-        for selector in [objects::master_selector(name), objects::worker_selector(anchor_uid)] {
-            let params = ListParams::default().labels(&selector);
-            let read = async || pods.list(&params).await.map_err(|e| cluster.explain(doing, e));
-            let list = retry(doing, read).await?;
-            left.extend(list.items.iter().filter_map(name_and_node));
-        }
+        let read = async || pods.list(&params).await.map_err(|e| cluster.explain(doing, e));
+        left.extend(retry(doing, read).await?.items.iter().filter_map(name_and_node));
         if left.is_empty() {
             return Ok(());
         }
