@@ -1,5 +1,6 @@
 //! The options of a job that its master and its workers share.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::num::{NonZeroU16, NonZeroU64};
 use std::time::Duration;
@@ -235,11 +236,11 @@ impl WorkerOptions {
             ),
         ] {
             if !possible.contains(&value) {
-                return Err(SpecError { option, value: value.to_string(), wanted });
+                return Err(SpecError { option, value: value.to_string(), wanted: wanted.into() });
             }
         }
         if self.param_dtype == ParamDtype::Bf16 && !self.shard_optimizer {
-            let wanted = "f32 without --shard-optimizer";
+            let wanted = "f32 without --shard-optimizer".into();
             return Err(SpecError { option: "--param-dtype", value: "bf16".into(), wanted });
         }
         Ok(())
@@ -254,7 +255,7 @@ pub struct SpecError {
     /// Its value.
     pub value: String,
     /// What would be right.
-    pub wanted: &'static str,
+    pub wanted: Cow<'static, str>,
 }
 
 impl fmt::Display for SpecError {

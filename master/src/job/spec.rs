@@ -112,7 +112,9 @@ impl JobSpec {
     /// # Errors
     /// The first option that is wrong, with what would be right.
     pub fn check(&self) -> Result<(), SpecError> {
-        let one_of = |option, value: String, wanted| Err(SpecError { option, value, wanted });
+        let one_of = |option, value: String, wanted: &'static str| {
+            Err(SpecError { option, value, wanted: wanted.into() })
+        };
         if self.name.is_empty() {
             return one_of("--job-name", String::new(), "a name");
         }
@@ -124,6 +126,12 @@ impl JobSpec {
         }
         let beside = [("--spares", self.spares), ("--table-servers", self.options.table_servers)];
         let mut room = WORKERS_MAX - self.max_workers;
+        let most = room.min(self.max_workers * SPARES_PER_WORKER_MAX);
+        if self.spares > most {
+            let max_workers = self.max_workers;
+            let wanted = format!("at most {most} with --max-workers {max_workers}").into();
+            return Err(SpecError { option: "--spares", value: self.spares.to_string(), wanted });
+        }
         for (option, number) in beside {
             let Some(left) = room.checked_sub(number) else {
                 return one_of(option, number.to_string(), "with --max-workers at most 16384");
@@ -132,9 +140,6 @@ impl JobSpec {
             if number > 0 && !self.options.work.trains() {
                 return one_of(option, number.to_string(), "0 without training");
             }
-        }
-        if self.spares > self.max_workers.saturating_mul(SPARES_PER_WORKER_MAX) {
-            return one_of("--spares", self.spares.to_string(), "at most twice --max-workers");
         }
         if self.autoscale && !self.options.work.trains() {
             return one_of("--autoscale", "true".into(), "false without training");
