@@ -27,9 +27,12 @@ impl Job {
         pid: u32,
         resume: Option<Resume>,
     ) {
+        let is_over = self.lifecycle.is_ending();
         let refusal = match self.workers.get_launch(launch) {
-            _ if self.lifecycle.is_ending() => Some("the job is over"),
+            _ if is_over && resume.is_some() => Some("the job is over"),
             None => Some("this master knows no such launch, or it has ended"),
+            // It ends in order, as those do that joined in time.
+            Some(l) if is_over && !l.has_registered() => None,
             Some(l) if l.is_killed() => Some("this launch is not wanted any more"),
             Some(_) if resume.is_some() => None,
             Some(l) if l.has_registered() => Some("this launch has already registered"),
@@ -49,6 +52,10 @@ impl Job {
         self.reporting.lifetimes.connect(now, worker);
         self.watch_heartbeats(now);
         self.out.push(Action::Admit { connection, worker });
+        if is_over {
+            let reason = "the job is over".into();
+            return self.send(worker, MasterMessage::Shutdown { reason, job_is_over: true });
+        }
         // In a container every process has id 1, which identifies nothing.
         let process = if pid == 1 { String::new() } else { format!(" (process {pid})") };
         let role = if self.serves_tables(worker) { ", a table server," } else { "" };

@@ -3,7 +3,10 @@
 use elasticdl_proto::WorkerId;
 
 use super::super::*;
-use super::directed::{actions, at, connect, deliver, launch, launch_at, started};
+use super::directed::{
+    actions, at, connect, deliver, finished, formed, launch, launch_at, send, started,
+};
+use super::takeover::admit;
 use crate::job::testing::spec;
 
 #[test]
@@ -76,4 +79,23 @@ fn a_reclaimed_launch_is_replaced_and_not_counted() {
         assert!(actions(&mut job).contains(&next), "round {round}");
     }
     assert_eq!(&*job.status(at(100)).state, "running");
+}
+
+#[test]
+fn a_worker_that_arrives_after_the_end_of_the_job_ends_in_order() {
+    let mut job = started(spec(), &[20]);
+    job.handle(at(0), Event::ProcessEnded { launch: LaunchId(3), exit: Exit::Signal(9) });
+    deliver(&mut job, 1, formed(2, 5, &[]));
+    [1, 2].into_iter().for_each(|worker| deliver(&mut job, worker, finished(2, 10, 7)));
+    assert!(actions(&mut job).contains(&Action::Kill { launch: LaunchId(4) }));
+    connect(&mut job, 4);
+    let reason = "the job is over".into();
+    let over = MasterMessage::Shutdown { reason, job_is_over: true };
+    assert_eq!(actions(&mut job), [admit(4), send(4, over)]);
+    (1..=2).for_each(|i| {
+        job.handle(at(1), Event::ProcessEnded { launch: LaunchId(i), exit: Exit::Code(0) });
+    });
+    assert_eq!(actions(&mut job), []);
+    job.handle(at(1), Event::ProcessEnded { launch: LaunchId(4), exit: Exit::Code(0) });
+    assert_eq!(actions(&mut job), [Action::End(Outcome::Completed)]);
 }
