@@ -14,7 +14,7 @@ use elasticdl_proto::Status;
 use serde_json::Value;
 
 use super::handle::JobHandle as _;
-use super::local::LocalHandle;
+use super::local::{LocalHandle, stored_status};
 use crate::process::{Failure, cannot, new_runtime};
 use crate::render::{BestValue, JobRow, LOST};
 
@@ -103,7 +103,15 @@ fn local_row(path: PathBuf) -> Option<JobRow> {
         }
         // Its master does not listen yet.
         _ if jobdir::is_running(&path) => Some(JobRow { state: "starting".into(), ..row }),
-        _ => Some(row),
+        _ => Some(lost_row(row, stored_status(&path))),
+    }
+}
+
+/// A job without its master is as far as it was when that has stored its status last.
+fn lost_row(row: JobRow, stored: Option<Status>) -> JobRow {
+    match stored.map(|status| with_status(row.clone(), status)) {
+        Some(known) => JobRow { state: row.state, workers: None, workers_desired: None, ..known },
+        None => row,
     }
 }
 
@@ -173,5 +181,14 @@ mod tests {
         assert_eq!(state(), "starting");
         drop(dir);
         assert_eq!(state(), "lost");
+    }
+
+    #[test]
+    fn a_lost_job_is_as_far_as_it_was_when_its_master_stored_its_status() {
+        let row = || JobRow { state: LOST.into(), ..JobRow::default() };
+        let status = Status { state: "running".into(), progress: 0.5, ..Status::default() };
+        let known = lost_row(row(), Some(status));
+        assert_eq!((&*known.state, known.progress, known.workers), ("lost", Some(0.5), None));
+        assert_eq!(lost_row(row(), None).progress, None);
     }
 }

@@ -313,7 +313,7 @@ fn no_such_worker(launch: LaunchId, folder: &Path) -> String {
 }
 
 /// The last status that the master of the job in `root` has stored, if this release can read it.
-fn stored_status(root: &Path) -> Option<Status> {
+pub(super) fn stored_status(root: &Path) -> Option<Status> {
     let stored = StoredHistory::read(&jobdir::history_path(root));
     stored.ok().flatten().map(|stored| stored.status)
 }
