@@ -72,9 +72,20 @@ pub(crate) fn parse_uri(text: &str) -> Result<String, String> {
             "`{scheme}://` is not supported; it must be a path, or s3://, gs:// or az://"
         )),
         None => refuse_one_slash(text).map(|()| text.into()),
+        Some(("file", path)) if has_escape(path) => Err(
+            "file:// addresses are not decoded; write the path itself, without file:// and codes \
+             such as `%20`"
+                .into(),
+        ),
         Some((scheme, "")) => Err(format!("`{scheme}://` is not followed by a name")),
         _ => Ok(text.into()),
     }
+}
+
+/// Whether a URL of this path would have another path.
+fn has_escape(path: &str) -> bool {
+    let is_code = |rest: &[u8]| rest.len() >= 2 && rest[..2].iter().all(u8::is_ascii_hexdigit);
+    path.split('%').skip(1).any(|rest| is_code(rest.as_bytes()))
 }
 
 /// Refuses `s3:/bucket/x`, which would be a local folder `s3:`.
@@ -239,6 +250,10 @@ mod tests {
         for good in ["./s3:/a", "/s3:/a", "s3:", "a b:/c"] {
             assert_eq!(parse_uri(good).as_deref(), Ok(good));
         }
+        for good in ["/a%20b", "s3://b/a%20b", "file:///90%", "file:///a%2", "file:///%é"] {
+            assert_eq!(parse_uri(good).as_deref(), Ok(good));
+        }
+        assert!(parse_uri("file:///a%20b").unwrap_err().contains("write the path itself"));
         for bad in ["", "gs:/a", "http://host/a", "ftp://x", "s3://", &"a".repeat(5000)] {
             assert!(parse_uri(bad).is_err(), "{bad}");
         }
