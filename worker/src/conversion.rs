@@ -68,9 +68,10 @@ impl Conversion {
                         --resume-from and --export, and convert the rows to a folder NAME.parquet"
                 .into());
         }
-        outputs::check_model(&self.to)?;
         let mut parameters = vec![0.0; NamedTensor::count(layout)];
         trained_model::load(&self.from, layout, &mut parameters)?;
+        // The check makes the folder of the file.
+        outputs::check_model(&self.to)?;
         weights::save(&self.to, layout, &Arc::new(parameters)).map_err(|error| error.to_string())
     }
 
@@ -95,5 +96,23 @@ impl Conversion {
         rows.write_parquet(&folder, &files).inspect_err(|_| {
             files.iter().for_each(|file| drop(folder.remove(file)));
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_conversion_of_another_model_makes_no_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+        let layout = |len: usize| [NamedTensor::new("w", [len])];
+        weights::save(&at("m"), &layout(2), &Arc::new(vec![1.0, 2.0])).unwrap();
+        let conversion = Conversion { from: at("m"), to: at("new/n"), done: None };
+        assert!(conversion.write(&layout(3), &[]).is_err());
+        assert!(!folder.path().join("new").exists());
+        conversion.write(&layout(2), &[]).unwrap();
+        assert_eq!(fs::read(at("new/n")).unwrap(), fs::read(at("m")).unwrap());
     }
 }
