@@ -72,12 +72,8 @@ fn two_workers_that_stand_by_their_results_are_replaced_and_the_newest_checkpoin
 
 #[test]
 fn an_undisturbed_job_is_audited_without_an_alarm() {
-    let cases: [(_, _, &[&str]); 4] = [
-        (1, "100%", &[]),
-        (2, "100%", &[]),
-        (3, "20%", &[]),
-        (3, "100%", &["shard-optimizer"]),
-    ];
+    let cases: [(_, _, &[&str]); 4] =
+        [(1, "100%", &[]), (2, "100%", &[]), (3, "20%", &[]), (3, "100%", &["shard-optimizer"])];
     for (workers, share, flags) in cases {
         let fixture = JobFixture { program_options: &["--slots"], ..fixture(workers, None) };
         let ended = run(&fixture, share, flags);

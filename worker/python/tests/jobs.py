@@ -14,6 +14,9 @@ import unittest
 ELASTICDL = os.environ.get("ELASTICDL")
 HERE = pathlib.Path(__file__).parent
 
+# Names the socket of `loaded.py`.
+LOADER = "ELASTICDL_TEST_LOADER"
+
 needs_elasticdl = unittest.skipUnless(
     ELASTICDL, "set ELASTICDL to the path of the command `elasticdl`, as .ci/python does"
 )
@@ -22,11 +25,32 @@ needs_elasticdl = unittest.skipUnless(
 def _python(program, variables):
     """The words that start a program: with PyTorch loaded, unless it begins with an option of
     Python or needs something that is set before Python starts."""
-    loader = os.environ.get("ELASTICDL_TEST_LOADER")
+    loader = dict(variables).get(LOADER, os.environ.get(LOADER))
     early = [name for name in dict(variables) if name.startswith(("LD_", "OMP_", "PYTHON"))]
     if loader is None or early or str(program[0]).startswith("-"):
         return [sys.executable]
     return [sys.executable, "-IS", HERE / "loaded.py", loader]
+
+
+class Loader:
+    """Starts programs with PyTorch loaded, and with variables that count before Python starts: the
+    programs of jobs with its ``variables``, of which there are none if the tests have no loader."""
+
+    def __init__(self, variables):
+        self.variables, self.process = {}, None
+        if LOADER in os.environ:
+            self.folder = tempfile.TemporaryDirectory()
+            self.variables = {LOADER: str(pathlib.Path(self.folder.name) / "loader")}
+            command = [sys.executable, HERE / "loaded.py", "serve", self.variables[LOADER]]
+            self.process = subprocess.Popen(command, env={**os.environ, **variables})
+            while not os.path.exists(self.variables[LOADER]) and self.process.poll() is None:
+                time.sleep(0.1)
+
+    def end(self):
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.folder.cleanup()
 
 
 class RunningJob:

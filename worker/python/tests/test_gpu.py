@@ -15,10 +15,11 @@ if importlib.util.find_spec("torch") is None:
     raise unittest.SkipTest("PyTorch is not installed; .ci/python installs it and runs these tests")
 
 import torch
-from jobs import HERE, RunningJob, needs_elasticdl
+from jobs import HERE, Loader, RunningJob, needs_elasticdl
 
 STAND_INS = os.environ.get("ELASTICDL_STAND_INS")
 FAKE = HERE / "on_fake_gpu.py"
+FAKES = {"LD_LIBRARY_PATH": STAND_INS or "", "OMP_NUM_THREADS": "1"}
 RECORDS = 1500
 
 
@@ -37,10 +38,18 @@ class Gpu(unittest.TestCase):
         ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         self.assertEqual(ended.returncode, 0, ended.stderr)
 
+    @classmethod
+    def setUpClass(cls):
+        cls.loader = Loader(FAKES)
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.loader.end()
+
     def job(self, program, *arguments, records=RECORDS, variables=(), **options):
         # PyTorch has loaded the real NCCL.
-        nccl = f"{STAND_INS}/libnccl.so.2"
-        defaults = {"LD_LIBRARY_PATH": STAND_INS, "ELASTICDL_NCCL": nccl, "OMP_NUM_THREADS": "1"}
+        defaults = {"ELASTICDL_NCCL": f"{STAND_INS}/libnccl.so.2"}
+        defaults |= self.loader.variables or FAKES
         # Longer than the end of a program takes.
         release = {"STAND_IN_CHECKS_EXIT": "1", "STAND_IN_RELEASE_MS": "1000"}
         variables = {**defaults, **release, **dict(variables)}
@@ -89,7 +98,8 @@ class Gpu(unittest.TestCase):
     def test_a_worker_that_leaves_ends_with_its_exit_code_whatever_nccl_does(self):
         # Communicators are never released, or late.
         never = {"ELASTICDL_NCCL": f"{STAND_INS}/libnccl.abort_lasts.so"}
-        for variables in (never, {}):
+        # A process that has loaded PyTorch itself ends as that of a user does.
+        for variables in (never | FAKES, FAKES):
             # The job outlasts the exit.
             arguments = ("count_torch.py", 50000, "{job}/counts", 0)
             options = {"options": ["--min-workers", "2"], "variables": variables}
