@@ -68,8 +68,8 @@ pub struct EndpointOptions {
     /// Which links are encrypted. A link that the acceptor requires to be encrypted, and that is
     /// not, is refused.
     pub link_encryption: LinkEncryption,
-    /// Whether links that this worker dials and does not encrypt have digests of all bytes: what the
-    /// network or a memory changes on the way then ends the link.
+    /// Whether links that this worker dials and does not encrypt have digests of all bytes: what
+    /// the network or a memory changes on the way then ends the link.
     pub has_digests: bool,
     /// Number of channels, that is of parallel links between two neighbours for long all-reduces:
     /// 1 to 16. Several channels help on a network that limits the bandwidth of each connection or

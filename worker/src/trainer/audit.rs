@@ -9,7 +9,7 @@ use elasticdl_proto::RecordRange;
 
 use super::Trainer;
 use super::parts::Parts;
-use super::stopped::Stopped;
+use super::stopped::{Stopped, check_sums};
 use crate::audit::PartDigest;
 use crate::buckets::SummedBuckets;
 use crate::external::Comparison;
@@ -185,18 +185,4 @@ impl<M: Model> Trainer<'_, M> {
         }
         digest.end(self.session.assignment.loss_sum())
     }
-}
-
-/// Compares the digests of two sums of the same gradients.
-///
-/// # Errors
-/// The links are left, and the next group sums again. Ranks that have seen no difference have the
-/// right sum: what was changed before the sum was complete, all have seen.
-pub(super) fn check_sums(first: u64, again: u64) -> Result<(), Stopped> {
-    if first == again {
-        return Ok(());
-    }
-    let why = "a sum of gradients was changed while it was computed or sent: a second sum of the \
-               same gradients has other bits";
-    Err(Stopped::Left(why.into()))
 }

@@ -28,10 +28,9 @@ use half::slice::HalfFloatSliceExt as _;
 
 use self::sums::{StepSums, parts};
 use super::Trainer;
-use super::audit::check_sums;
 use super::peers::{Peers, Source, all_have_read, refused};
 use super::row_tables::{LostRows, Regrouped, exchange};
-use super::stopped::{Stopped, decode_all, state_mismatch};
+use super::stopped::{Stopped, check_sums, decode_all, state_mismatch};
 use crate::buckets::{self, BucketSums};
 use crate::external::{Progress, observe};
 use crate::failure::{Failure, call_user};

@@ -89,3 +89,17 @@ pub(super) fn state_mismatch(mismatch: &StateMismatch) -> Stopped {
         false => Stopped::Left(mismatch.to_string()),
     }
 }
+
+/// Compares the digests of two sums of the same gradients.
+///
+/// # Errors
+/// The links are left, and the next group sums again. Ranks that have seen no difference have the
+/// right sum: what was changed before the sum was complete, all have seen.
+pub(super) fn check_sums(first: u64, again: u64) -> Result<(), Stopped> {
+    if first == again {
+        return Ok(());
+    }
+    let why = "a sum of gradients was changed while it was computed or sent: a second sum of the \
+               same gradients has other bits";
+    Err(Stopped::Left(why.into()))
+}
