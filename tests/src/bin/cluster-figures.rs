@@ -1,10 +1,11 @@
 //! Figures of a job in a real cluster: the timeline of its start, the cost of a killed worker, the
-//! master's memory.
+//! master's memory, and what a service gets that starts beside workers which use all CPUs of the
+//! node and request few of them.
 //!
 //! For the cluster that `$KUBECONFIG` names, whose node is this machine, with the test image
 //! (`.ci/test-image release`).
 
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use clap::Parser;
 use elasticdl_proto::Cause;
@@ -90,6 +91,51 @@ fn main() {
     }
     println!("the master's memory at most: {} MiB", peak_kib(master) / 1024);
     job.assert_completes(200);
+    println!("CPUs of two workers that request 0.01, and of a service that requests 1:");
+    for (when, workers, service) in shares(&namespace) {
+        println!("  {when:<28} {workers:.2}  {service:.2}");
+    }
+}
+
+/// CPUs of two busy workers, and of a service, which is a job of one, before, beside and after it.
+fn shares(namespace: &Namespace) -> [(String, f64, f64); 3] {
+    let start = |name, workers: &str, cpu: &str| {
+        let resources = format!("cpu={cpu},memory=64Mi");
+        let options =
+            ["--num-workers", workers, "--worker-resources", &resources, "--num-epochs", "1000"];
+        Job::start_program(namespace, name, &options, &["--micros-per-record", "1000", "--busy"])
+    };
+    let job = start("workers", "2", "0.01");
+    let pods = job.wait_for_group(2);
+    let [before, _] = cpus([&job, &job]);
+    let begun = Instant::now();
+    let service = start("service", "1", "1");
+    service.wait_for("its first steps", || (service.step() > 1).then_some(()));
+    let started = begun.elapsed().as_secs_f64();
+    let [beside, of_service] = cpus([&job, &service]);
+    service.assert_deletes();
+    let [after, _] = cpus([&job, &job]);
+    let uids = |pods: &[Value]| -> Vec<String> { pods.iter().map(|p| uid(p).into()).collect() };
+    assert_eq!(uids(&job.wait_for_group(2)), uids(&pods), "a worker was lost");
+    job.assert_deletes();
+    [
+        ("before".into(), before, 0.0),
+        (format!("beside it, from {started:.1} s on"), beside, of_service),
+        ("after".into(), after, 0.0),
+    ]
+}
+
+/// CPUs that jobs use for their records, of which each takes a millisecond of one.
+fn cpus(jobs: [&Job<'_>; 2]) -> [f64; 2] {
+    let counted = || jobs.map(|job| (job.status().records_counted, Instant::now()));
+    let before = counted();
+    std::thread::sleep(Duration::from_secs(20));
+    let after = counted();
+    let rate = |at: usize| {
+        let (records, time) = (after[at].0 - before[at].0, after[at].1 - before[at].1);
+        records as f64 / 1000.0 / time.as_secs_f64()
+    };
+    [rate(0), rate(1)]
 }
 
 fn master(namespace: &Namespace) -> u32 {
