@@ -107,14 +107,18 @@ fn shares(namespace: &Namespace) -> [(String, f64, f64); 3] {
     };
     let job = start("workers", "2", "0.01");
     let pods = job.wait_for_group(2);
-    let [before, _] = cpus([&job, &job]);
+    let [before, _] = cpus([&pods, &[]]);
     let begun = Instant::now();
     let service = start("service", "1", "1");
-    service.wait_for("its first steps", || (service.step() > 1).then_some(()));
+    let of_service = service.wait_for("its worker", || {
+        let pods = namespace.running_workers("service");
+        let first = pods.first().and_then(|pod| time_of_line(namespace, name(pod), FIRST_UPDATE));
+        first.map(|_| pods)
+    });
     let started = begun.elapsed().as_secs_f64();
-    let [beside, of_service] = cpus([&job, &service]);
+    let [beside, of_service] = cpus([&pods, &of_service]);
     service.assert_deletes();
-    let [after, _] = cpus([&job, &job]);
+    let [after, _] = cpus([&pods, &[]]);
     let uids = |pods: &[Value]| -> Vec<String> { pods.iter().map(|p| uid(p).into()).collect() };
     assert_eq!(uids(&job.wait_for_group(2)), uids(&pods), "a worker was lost");
     job.assert_deletes();
@@ -125,17 +129,27 @@ fn shares(namespace: &Namespace) -> [(String, f64, f64); 3] {
     ]
 }
 
-/// CPUs that jobs use for their records, of which each takes a millisecond of one.
-fn cpus(jobs: [&Job<'_>; 2]) -> [f64; 2] {
-    let counted = || jobs.map(|job| (job.status().records_counted, Instant::now()));
-    let before = counted();
-    std::thread::sleep(Duration::from_secs(20));
-    let after = counted();
+/// CPUs that the programs of these pods use, over 5 s.
+fn cpus(pods: [&[Value]; 2]) -> [f64; 2] {
+    let pids = pods.map(|pods| {
+        pods.iter().flat_map(|pod| Namespace::processes_inside(pod, "counting")).collect::<Vec<_>>()
+    });
+    let used = || pids.each_ref().map(|pids| pids.iter().map(|&pid| ticks(pid)).sum::<u64>());
+    let (before, begun) = (used(), Instant::now());
+    std::thread::sleep(Duration::from_secs(5));
+    let (after, passed) = (used(), begun.elapsed().as_secs_f64());
     let rate = |at: usize| {
-        let (records, time) = (after[at].0 - before[at].0, after[at].1 - before[at].1);
-        records as f64 / 1000.0 / time.as_secs_f64()
+        (after[at] - before[at]) as f64 / rustix::param::clock_ticks_per_second() as f64 / passed
     };
     [rate(0), rate(1)]
+}
+
+/// CPU time of a process, in clock ticks.
+fn ticks(pid: u32) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The name, in parentheses, may have spaces.
+    let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace().skip(11).take(2);
+    fields.map(|field| field.parse::<u64>().expect("the system gives numbers")).sum()
 }
 
 fn master(namespace: &Namespace) -> u32 {
