@@ -88,7 +88,7 @@ fn has_escape(path: &str) -> bool {
     path.split('%').skip(1).any(|rest| is_code(rest.as_bytes()))
 }
 
-/// Refuses `s3:/bucket/x`, which would be a local folder `s3:`.
+/// Refuses `s3:/bucket/x` and `file:/x`, which would be local folders.
 pub(crate) fn refuse_one_slash(text: &str) -> Result<(), String> {
     match text.split_once(":/") {
         Some((scheme, rest))
@@ -96,7 +96,11 @@ pub(crate) fn refuse_one_slash(text: &str) -> Result<(), String> {
                 && scheme.bytes().all(|byte| byte.is_ascii_alphanumeric())
                 && !rest.starts_with('/') =>
         {
-            Err(format!("did you mean {scheme}://{rest}? For a folder of this name, ./{text}"))
+            let meant = match scheme {
+                "file" => format!("/{rest}"),
+                _ => format!("{scheme}://{rest}"),
+            };
+            Err(format!("did you mean {meant}? For a folder of this name, ./{text}"))
         }
         _ => Ok(()),
     }
@@ -247,6 +251,8 @@ mod tests {
         }
         let error = parse_uri("s3:/bucket/a").unwrap_err();
         assert!(error.contains("did you mean s3://bucket/a?"), "{error}");
+        let error = parse_uri("file:/tmp/a").unwrap_err();
+        assert!(error.contains("did you mean /tmp/a?"), "{error}");
         for good in ["./s3:/a", "/s3:/a", "s3:", "a b:/c"] {
             assert_eq!(parse_uri(good).as_deref(), Ok(good));
         }

@@ -236,9 +236,11 @@ impl Job {
             Outcome::InvalidInput => "is refused",
             outcome => name(outcome),
         };
+        let is_unheeded = outcome == Outcome::Completed && self.is_suspended();
+        let before = if is_unheeded { ", before it could be suspended" } else { "" };
         let line = match &error {
             Some(error) => format!("the job {state}: {error}"),
-            None => format!("the job {state} at step {}", self.data.step()),
+            None => format!("the job {state} at step {}{before}", self.data.step()),
         };
         self.log_event(line);
         let has_failed = self.checkpoints().is_some_and(|known| known.error.is_some());

@@ -156,6 +156,16 @@ fn a_job_whose_checkpoint_cannot_be_written_is_not_suspended() {
 }
 
 #[test]
+fn a_job_that_is_complete_before_it_is_suspended_says_so() {
+    let mut job = started(with_checkpoints(2), &[12]);
+    deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
+    job.handle(at(0), Event::Suspend);
+    [1, 2].into_iter().for_each(|worker| deliver(&mut job, worker, finished(1, 3, 9)));
+    let line = "the job completed at step 3, before it could be suspended";
+    assert!(job.status(at(0)).events.iter().any(|event| event.ends_with(line)));
+}
+
+#[test]
 fn workers_without_the_state_are_released_at_once() {
     let mut job = started(JobSpec { max_workers: 4, ..with_checkpoints(2) }, &[20]);
     job.handle(at(0), Event::Scale(4.into()));
