@@ -50,8 +50,11 @@ fn declaring(namespace: &Namespace) -> Option<Value> {
 
 fn condition(job: &Value) -> String {
     let conditions = job["status"]["conditions"].as_array().cloned().unwrap_or_default();
-    let is_true = conditions.iter().find(|condition| condition["status"] == "True");
-    is_true.and_then(|condition| condition["type"].as_str()).unwrap_or_default().to_owned()
+    let is_true = conditions.iter().filter(|condition| condition["status"] == "True");
+    let mut types = is_true.filter_map(|condition| condition["type"].as_str());
+    // Newer servers say first that the Job is about to end.
+    let end = types.find(|&of| of != "SuccessCriteriaMet" && of != "FailureTarget");
+    end.unwrap_or_default().to_owned()
 }
 
 /// Waits for an Event about the declaring Job.

@@ -149,7 +149,7 @@ fn preempted_workers_come_back_when_the_service_is_deleted() {
         uids(&rest).iter().all(|uid| uids(&pods).contains(uid)),
         "a worker that was not in the way was restarted"
     );
-    job.wait_for_report("WorkerPreempted", "reempted by");
+    job.wait_for_report("WorkerPreempted", "reempt");
     let step = job.step();
     must(kubectl().args(["--namespace", namespace.name(), "delete", "deployment", "service"]));
     let pods = job.wait_for_group(4);
