@@ -71,10 +71,12 @@ impl Job {
         if !self.lifecycle.is_suspended || !self.lifecycle.is_running() {
             return;
         }
+        let is_suspending = self.is_suspending();
         self.lifecycle.is_suspended = false;
         self.lifecycle.restart_autoscale();
         self.out.mark_dirty_urgent();
-        let ends_first = self.group.is_formed()
+        let ends_first = is_suspending
+            && self.group.is_formed()
             && self.lifecycle.suspended_generation == Some(self.group.generation());
         let when = match ends_first {
             true => " as soon as its workers have ended with their checkpoint",

@@ -156,6 +156,19 @@ fn a_job_whose_checkpoint_cannot_be_written_is_not_suspended() {
 }
 
 #[test]
+fn a_job_is_resumed_at_once_unless_its_workers_have_not_ended() {
+    let said = |mut job: Job| {
+        job.handle(at(0), Event::Resume);
+        job.status(at(0)).events.last().unwrap().clone()
+    };
+    assert!(said(suspended()).ends_with("the job is resumed"));
+    let mut job = started(with_checkpoints(2), &[20]);
+    deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
+    job.handle(at(0), Event::Suspend);
+    assert!(said(job).contains("as soon as its workers have ended"));
+}
+
+#[test]
 fn a_job_that_is_complete_before_it_is_suspended_says_so() {
     let mut job = started(with_checkpoints(2), &[12]);
     deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
