@@ -272,14 +272,15 @@ fn a_bit_that_flips_on_the_way_is_found_on_links_with_digests() {
             (id, Arc::new(Endpoint::bind(LOOPBACK, options).unwrap()))
         };
         let peers: Vec<Peer> = (100..).take(world).map(bind).collect();
-        let flips = Arc::new(AtomicU64::new(0));
-        let address = |(_, end): &Peer| flipping_proxy(end.address(), flips.clone());
-        let addresses: Vec<_> = peers.iter().map(address).collect();
-        let ids = peers.iter().map(|(id, _)| *id);
-        let members: Vec<_> =
-            ids.zip(addresses).map(|(id, address)| Member { id, address }).collect();
         for generation in 1..=25 {
-            let group = GroupSpec { generation, members: members.clone() };
+            // Of this generation: bytes of an earlier one may still be on their way.
+            let flips = Arc::new(AtomicU64::new(0));
+            let through_proxy = |(id, end): &Peer| Member {
+                id: *id,
+                address: flipping_proxy(end.address(), flips.clone()),
+            };
+            let members = peers.iter().map(through_proxy).collect();
+            let group = GroupSpec { generation, members };
             let mut rings =
                 on_each(peers.clone(), move |(_, end)| end.connect(&group, WATCHDOG).unwrap());
             let sum = move |ring: &mut HostGroup| {
