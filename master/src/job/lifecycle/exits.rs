@@ -7,7 +7,7 @@ use elasticdl_proto::{RecordRange, WorkerId};
 
 use super::failed_slots::{FailedSlots, Place};
 use super::removal::ZOMBIE_GRACE;
-use super::restart::{EXIT_MASTER_LOST, TooMany, describe, is_kill, is_own_fault};
+use super::restart::{EXIT_MASTER_LOST, TooMany, describe, is_kill, is_own_fault, is_term};
 use super::state::Phase;
 use crate::job::action::Outcome;
 use crate::job::event::{Exit, LaunchId, ReclaimCause};
@@ -100,6 +100,11 @@ impl Job {
             self.apply_rule(now, &format!("{name} {end}"), rule, serves_tables);
             self.retire_surplus(now);
             self.reporting.explain_error(ended.iter().find_map(Launch::printed));
+        } else if is_excused && is_term(exit) && ended.iter().any(Launch::is_signalled) {
+            // The kubelet of newer servers evicts by SIGTERM, and the pod of a worker that then
+            // leaves in order shows no reason.
+            let slot = ended.first().map_or(0, Launch::slot);
+            self.count_kill(now, (slot, launch), &format!("{name} ended by a SIGTERM ({end})"));
         } else if is_excused || is_counted {
             self.log_event(format!("{name} ended ({end})"));
         } else if is_own_fault {
@@ -217,7 +222,7 @@ impl Job {
                 format!(
                     "{what}; workers were killed {kills} times, after ever longer pauses, since \
                      the job made progress: something on the machine ends them, or they run out \
-                     of memory"
+                     of memory or of disk space"
                 )
             }
         };

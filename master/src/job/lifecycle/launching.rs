@@ -219,16 +219,14 @@ impl Job {
             let name = self.workers.name(launch);
             self.log_event(format!("{name} is being removed by the cluster: {}", clip(reason)));
         }
+        self.workers.pod_mut(launch).for_each(Launch::leave);
         let pod = self.workers.pod(launch).into_iter().map(worker_of);
         let heard: Vec<WorkerId> = pod.filter(|&id| self.workers.is_connected(id)).collect();
         if !heard.is_empty() {
             // They may not have received the signal: a shell that runs them need not forward it.
             return heard.into_iter().for_each(|worker| self.on_leaving(now, worker));
         }
-        for l in self.workers.pod_mut(launch) {
-            l.leave();
-            l.expect_exit();
-        }
+        self.workers.pod_mut(launch).for_each(Launch::expect_exit);
         self.out.mark_dirty();
         self.launch_missing(now);
     }

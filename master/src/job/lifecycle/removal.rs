@@ -23,7 +23,7 @@ use crate::job::event::LaunchId;
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
 use crate::job::time::Time;
-use crate::job::workers::state::Worker;
+use crate::job::workers::state::{Launch, Worker};
 use crate::job::workers::table::{launch_of, worker_of};
 
 impl Job {
@@ -92,7 +92,7 @@ impl Job {
         let Some(w) = self.workers.get_mut(worker).filter(|w| w.stays()) else { return };
         w.leave();
         let (launch, is_member) = (launch_of(worker), w.is_member());
-        self.workers.pod_mut(launch).for_each(|l| l.leave());
+        self.workers.pod_mut(launch).for_each(Launch::leave_by_signal);
         self.out.mark_dirty();
         self.log_event(format!("worker {worker} has received SIGTERM and leaves"));
         if is_member && self.spec.options.work.trains() {

@@ -227,6 +227,11 @@ pub(crate) fn is_kill(exit: &Exit) -> bool {
     matches!(exit, Exit::Signal(SIGHUP | SIGINT | SIGKILL | SIGTERM))
 }
 
+/// Whether this can be the end of a process that received SIGTERM.
+pub(crate) fn is_term(exit: &Exit) -> bool {
+    matches!(exit, Exit::Code(0 | EXIT_TERMINATED) | Exit::Signal(SIGTERM))
+}
+
 /// Whether an unexpected exit was caused by the user's code or its resource use.
 pub(crate) fn is_own_fault(exit: &Exit) -> bool {
     match exit {

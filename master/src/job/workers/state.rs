@@ -32,6 +32,8 @@ pub(crate) struct Launch {
     slot_use: SlotUse,
     accounting: ExitAccounting,
     is_killed: bool,
+    /// Whether its worker received SIGTERM while nothing was known to end it.
+    is_signalled: bool,
     /// Whether it was evicted because it did not respond.
     is_unresponsive: bool,
     /// Whether a rule of the user for its end is applied already.
@@ -277,6 +279,17 @@ impl Launch {
 
     pub(crate) fn kill(&mut self) {
         self.is_killed = true;
+    }
+
+    /// Whether somebody unknown sent SIGTERM to it.
+    pub(crate) fn is_signalled(&self) -> bool {
+        self.is_signalled
+    }
+
+    /// It leaves because of a SIGTERM, whose sender is unknown unless it was leaving already.
+    pub(crate) fn leave_by_signal(&mut self) {
+        self.is_signalled |= self.stays() && !self.is_killed;
+        self.leave();
     }
 
     pub(crate) fn is_unresponsive(&self) -> bool {
