@@ -41,10 +41,10 @@ pub(crate) struct SlowLinks {
 struct Sent {
     measured: Duration,
     limited: Duration,
-    /// The members to which the network limited it.
+    /// The members to which the network limited it for most of a measurement.
     limited_to: BTreeSet<WorkerId>,
-    /// Bytes that went there.
-    bytes: u64,
+    /// Bytes that went there in these measurements, and for how long they were limited.
+    slow: (u64, Duration),
 }
 
 impl SlowLinks {
@@ -107,7 +107,7 @@ impl SlowLinks {
             to_host: name(to),
             host,
             limited: slowest.part(),
-            bytes_per_s: slowest.bytes as f64 / slowest.limited.as_secs_f64(),
+            bytes_per_s: slowest.slow.0 as f64 / slowest.slow.1.as_secs_f64(),
         })
     }
 
@@ -146,8 +146,9 @@ impl Sent {
             sent.limited += pace.limited;
             if pace.limited >= pace.measured / 2 {
                 sent.limited_to.insert(pace.to);
+                sent.slow.0 = sent.slow.0.saturating_add(pace.bytes);
+                sent.slow.1 += pace.limited;
             }
-            sent.bytes = sent.bytes.saturating_add(pace.bytes);
         }
         sent
     }
@@ -274,6 +275,10 @@ mod tests {
         assert_eq!(slowest(&links, &HOSTS), None, "it is not known for long");
         let link = told(&[[5, 80, 5]; 8]).slowest(|id| HOSTS[id.0 as usize]).unwrap();
         assert_eq!((link.limited, link.bytes_per_s), (0.8, 15e6));
+        let mut begins = [[5, 80, 5]; 10];
+        begins[..2].fill([5, 5, 5]);
+        let link = told(&begins).slowest(|id| HOSTS[id.0 as usize]).unwrap();
+        assert_eq!((link.limited, link.bytes_per_s), (0.65, 15e6), "as it is, not as it was");
         let mut passing = [[5, 5, 5]; 10];
         passing[3..8].fill([5, 100, 5]);
         assert_eq!(slowest(&told(&passing), &HOSTS), None);
