@@ -266,7 +266,7 @@ impl Endpoint {
             .with_extra_channels(channels.into_values().collect())
             .with_tree(has_tree.then_some(tree))
             .with_wire_dtype(self.wire_dtype)
-            .with_encrypted_links(encrypted)
+            .with_protection(encrypted, self.identity.has_digests)
             .with_transport_plan(plan)
             .with_pair_dialler(dialler);
         Ok(group)

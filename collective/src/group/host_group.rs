@@ -60,6 +60,7 @@ pub struct HostGroup {
     /// Size from which an all-reduce uses the ring algorithm; identical on every rank.
     ring_bytes_min: usize,
     encrypted: EncryptedLinks,
+    has_digests: bool,
     further: FurtherLinks,
     /// `None` in small groups.
     tree: Option<TreeLinks>,
@@ -116,6 +117,7 @@ impl HostGroup {
             shm: ShmState::default(),
             ring_bytes_min: ring_bytes_min(rank_info.world),
             encrypted: EncryptedLinks::default(),
+            has_digests: false,
             further: FurtherLinks::default(),
             tree: None,
         }
@@ -135,8 +137,9 @@ impl HostGroup {
         Self { wire, ..self }
     }
 
-    pub(crate) fn with_encrypted_links(self, encrypted: EncryptedLinks) -> Self {
-        Self { encrypted, ..self }
+    /// `has_digests`: links that are not encrypted.
+    pub(crate) fn with_protection(self, encrypted: EncryptedLinks, has_digests: bool) -> Self {
+        Self { encrypted, has_digests, ..self }
     }
 
     pub(crate) fn with_pair_dialler(self, dialler: PairDialler) -> Self {
@@ -148,6 +151,12 @@ impl HostGroup {
     #[must_use]
     pub fn encrypted_links(&self) -> EncryptedLinks {
         self.encrypted
+    }
+
+    /// Whether links that are not encrypted have digests of their bytes.
+    #[must_use]
+    pub fn has_digests(&self) -> bool {
+        self.has_digests
     }
 
     /// Number of links to ranks that are no neighbours in the ring.

@@ -52,7 +52,7 @@ fn observe(option: Option<&str>) -> (Observed, String, Ended) {
             .option("num-workers", WORKERS.to_string())
             .option("global-batch-size", "24");
     let command = match option {
-        Some(choice) => command.option("link-encryption", choice),
+        Some(choice) => command.option("link-encryption", choice).option("audit", "1%"),
         None => command,
     };
     let capture = network.capture(patterns());
@@ -83,7 +83,7 @@ fn an_observer_sees_nothing_of_the_model_in_plain_unless_encryption_is_off() {
 
     // The same observer, where there is something to see. The master's link is encrypted anyway.
     let (observed, transport, _) = observe(Some("off"));
-    assert_eq!(transport, "TCP, links not encrypted");
+    assert_eq!(transport, "TCP, links not encrypted, with digests");
     assert!(observed.packets[..4].iter().all(|packets| *packets > 0), "{observed:?}");
     assert_eq!(observed.packets[4], 0, "{observed:?}");
 }

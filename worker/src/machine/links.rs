@@ -197,10 +197,15 @@ impl Group for HostGroup {
             group if group.is_hierarchical() => "shared memory inside hosts and TCP between them",
             _ => "TCP",
         };
+        let digests = self.has_digests() && !self.shares_memory();
         match self.encrypted_links() {
             EncryptedLinks::All => format!("{host}, links encrypted"),
             EncryptedLinks::BetweenHosts => format!("{host}, links between hosts encrypted"),
+            EncryptedLinks::None if digests => {
+                format!("{host}, links not encrypted, with digests")
+            }
             EncryptedLinks::None => format!("{host}, links not encrypted"),
+            EncryptedLinks::NotNeeded if digests => format!("{host}, links with digests"),
             EncryptedLinks::NotNeeded => host.to_owned(),
         }
     }
