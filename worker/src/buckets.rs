@@ -259,8 +259,12 @@ pub(crate) fn overlap_with<T>(
     (records, keys): (usize, RecordKeys),
     compute: impl FnOnce(&mut Gradients<'_>) -> T,
 ) -> (T, Result<usize, CollectiveError>) {
-    let (summer, buckets) = mpsc::channel();
     let cut = sums.cut();
+    if cut.start_of(gradient.len()).is_none() {
+        // The only bucket is the last one.
+        return (compute(&mut Gradients::of(gradient, records, keys)), Ok(0));
+    }
+    let (summer, buckets) = mpsc::channel();
     thread::scope(|scope| {
         let summed = scope.spawn(move || sum_all(ring, sums, &buckets));
         let mut overlap = Overlap { rest: gradient, cut, summer };
