@@ -99,7 +99,7 @@ pub use lifecycle::persisted::{DatasetFingerprint, PersistedJob};
 pub(crate) use lifecycle::restart::EXIT_MASTER_LOST;
 #[cfg(test)]
 pub(crate) use lifecycle::restart::is_own_fault;
-pub use policies::{ExitAction, ExitCondition, ExitEvent, ExitRule, Policies, SuccessPolicy};
+pub use policies::{ExitAction, ExitCondition, ExitEvent, ExitRule, Policies};
 pub use reporting::counters::{Counters, End, Histogram, Recoveries};
 pub use reporting::lifetimes::{WorkerLifetime, WorkerTimes};
 pub use reporting::traced::{Interval, Traced};

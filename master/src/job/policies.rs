@@ -1,5 +1,5 @@
 //! The user's policies for the life of a job: what follows from the end of a worker, by its exit
-//! code or by what has ended it; when the job ends before its data, and who has to report its end.
+//! code or by what has ended it; and when the job ends before its data.
 
 use std::fmt;
 use std::str::FromStr;
@@ -18,8 +18,6 @@ pub struct Policies {
     pub deadline: Option<Duration>,
     /// How long programs may go on after the job is complete; `None`: a moment.
     pub end_timeout: Option<Duration>,
-    /// Which members have to report the final state.
-    pub success: SuccessPolicy,
     /// Whether no worker is started until the job is resumed.
     pub starts_suspended: bool,
     /// Whether the first `min_workers` workers are started together, because their scheduler places
@@ -91,17 +89,6 @@ pub enum ExitAction {
     Restart,
     /// The job stops at the end of its step, with its newest state.
     Stop,
-}
-
-/// Which members have to report the final state before the job is complete.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum SuccessPolicy {
-    /// All members; their states are compared.
-    #[default]
-    All,
-    /// The lowest rank, which exports the model and writes the last checkpoint.
-    LowestRank,
 }
 
 impl Policies {

@@ -281,7 +281,7 @@ fn kebab(name: &str) -> String {
 
 /// Fields that the last word of their path does not name; the option is empty if they follow from
 /// other fields.
-const NAMES: [(&str, &str); 28] = [
+const NAMES: [(&str, &str); 27] = [
     ("gang.core_pods", ""),
     ("gang.core_resources", ""),
     ("gang.priority_class", ""),
@@ -298,7 +298,6 @@ const NAMES: [(&str, &str); 28] = [
     ("job.policies.starts_core_together", ""),
     ("job.policies.starts_suspended", "suspend"),
     ("job.policies.starts_together", ""),
-    ("job.policies.success", "success-policy"),
     ("job.validation.data", "validation-data"),
     ("job.validation.every", "evaluate-every"),
     ("job.validation.highest", "best-metric"),

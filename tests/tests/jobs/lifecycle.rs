@@ -105,9 +105,3 @@ fn an_exit_code_of_the_program_may_fail_the_job_at_once() {
     assert!(error.contains("exited with code 9") && error.contains("--on-exit 9=fail"), "{error}");
     assert_eq!(ended.summary().workers.restarts, 0);
 }
-
-#[test]
-fn the_lowest_rank_suffices_for_success() {
-    let ended = fixture().command(0).option("success-policy", "lowest-rank").run();
-    ended.assert_exactly_once("--success-policy lowest-rank", RECORDS, 1);
-}

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use clap::Args;
-use elasticdl_master::job::{ExitRule, Policies, SuccessPolicy};
+use elasticdl_master::job::{ExitRule, Policies};
 
 use super::values;
 use crate::process::Failure;
@@ -54,14 +54,13 @@ pub(crate) struct LifecycleOptions {
 }
 
 impl LifecycleOptions {
-    /// The policies of a job with this success policy.
-    pub(crate) fn policies(&self, success: SuccessPolicy) -> Result<Policies, Failure> {
+    /// The policies of a job.
+    pub(crate) fn policies(&self) -> Result<Policies, Failure> {
         let Self { on_exit, deadline, end_timeout, suspend } = self;
         let policies = Policies {
             on_exit: on_exit.clone(),
             deadline: *deadline,
             end_timeout: Some(*end_timeout),
-            success,
             starts_suspended: *suspend,
             starts_core_together: false,
             starts_together: false,

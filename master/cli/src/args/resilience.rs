@@ -1,7 +1,7 @@
 //! Options for the handling of faults.
 
 use clap::Args;
-use elasticdl_master::job::{OnNonfinite, SuccessPolicy};
+use elasticdl_master::job::OnNonfinite;
 
 use super::values::{self, Choices};
 
@@ -69,15 +69,6 @@ pub(crate) struct ResilienceOptions {
     /// [default: no step]
     #[arg(long, value_name = "PERCENT", value_parser = parse_audit)]
     pub(crate) audit: Option<u32>,
-
-    /// Which members of the group must report the final state before the job is complete.
-    ///
-    /// all: every member, and their states are compared. lowest-rank: the member of rank 0, which
-    /// exports the model and writes the last checkpoint; a member that hangs or crashes at the very
-    /// end, for example in the program's own code after training, then has no effect.
-    #[arg(long, value_name = "WHO", default_value = "all",
-          value_parser = values::choice(SUCCESS_POLICIES))]
-    pub(crate) success_policy: SuccessPolicy,
 }
 
 /// Parses a share in percent, as parts per million.
@@ -98,11 +89,6 @@ fn parse_audit(text: &str) -> Result<u32, String> {
 const ON_NONFINITE: Choices<OnNonfinite> = &[
     ("fail", OnNonfinite::Fail, "The job fails before the step is applied"),
     ("skip", OnNonfinite::Skip, "The step is skipped, and its records count as trained"),
-];
-/// Values of `--success-policy`.
-const SUCCESS_POLICIES: Choices<SuccessPolicy> = &[
-    ("all", SuccessPolicy::All, "Every member"),
-    ("lowest-rank", SuccessPolicy::LowestRank, "The member of rank 0"),
 ];
 
 #[cfg(test)]

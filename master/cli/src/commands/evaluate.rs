@@ -97,7 +97,6 @@ mod tests {
             "shard-optimizer",
             "shuffle",
             "spares",
-            "success-policy",
             "table-lag",
             "table-memory",
             "table-replicas",

@@ -135,7 +135,7 @@ fn all_options_reach_the_objects() {
     let template = folder.path().join("pod.yaml");
     std::fs::write(&template, "runtimeClassName: nvidia\n").unwrap();
     let template = template.to_str().unwrap();
-    let table: [(&[&str], &str); 32] = [
+    let table: [(&[&str], &str); 31] = [
         (&["--workers-per-pod", "3"], "\"workers_per_pod\": 3"),
         (&["--worker-resources", "nvidia.com/gpu=4"], "\"workers_per_pod\": 4"),
         (&["--service-account", "trainer"], "serviceAccountName: trainer"),
@@ -157,7 +157,6 @@ fn all_options_reach_the_objects() {
         (&["--on-exit", "preempted=ignore"], "\"event\": \"preempted\""),
         (&["--suspend"], "\"starts_suspended\": true"),
         (&["--deadline", "90s"], "\"deadline\": {"),
-        (&["--success-policy", "lowest-rank"], "\"success\": \"lowest-rank\""),
         (&["--metrics-port", "9100", "--metrics-from", "any"], "prometheus.io/port: \"9100\""),
         (&["--metrics-from", "monitoring,any"], "\"serve_metrics\": true"),
         (&["--metrics-from", "monitoring"], "kubernetes.io/metadata.name: monitoring"),

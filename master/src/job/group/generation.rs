@@ -304,12 +304,6 @@ impl Group {
         !self.members.is_empty() && self.members.iter().all(|&id| self.has_finished(id))
     }
 
-    /// Whether the lowest rank has reported that the work of its group is done.
-    pub(crate) fn has_reported_success(&self) -> bool {
-        let report = self.reporter().and_then(|id| self.finished.get(&id));
-        report.is_some_and(|(report, _)| report.failure.is_none() && !report.suspended)
-    }
-
     /// Takes the final reports of members that leave for another group, if all of them do. Returns
     /// the steps that their checkpoint holds.
     pub(crate) fn take_suspended(&mut self) -> Option<u64> {

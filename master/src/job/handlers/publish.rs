@@ -12,7 +12,6 @@ use crate::job::group::generation::Change;
 use crate::job::group::topology::arrange;
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
-use crate::job::policies::SuccessPolicy;
 use crate::job::text::name_all;
 use crate::job::time::Time;
 use crate::job::workers::state::{Launch, Stage, Worker};
@@ -55,9 +54,6 @@ impl Job {
             return;
         }
         self.watch_reconnections(now);
-        if self.has_succeeded() {
-            return self.finish(now);
-        }
         if self.awaits_members() {
             return;
         }
@@ -106,12 +102,6 @@ impl Job {
             let members = arrange(members, location);
             self.publish(now, Change { members, abort });
         }
-    }
-
-    /// Whether the job's success policy makes the lowest rank's final report suffice, and the
-    /// report has come.
-    fn has_succeeded(&self) -> bool {
-        self.spec.policies.success == SuccessPolicy::LowestRank && self.group.has_reported_success()
     }
 
     /// Opens the join window: a group without a state waits briefly for further workers.

@@ -5,7 +5,7 @@ use std::num::NonZeroU64;
 use std::path::Path;
 
 use elasticdl_master::job::{
-    self, Batch, JobSpec, LinkEncryption, MAX_WORKERS_PER_POD, Shuffle, SuccessPolicy, Work,
+    self, Batch, JobSpec, LinkEncryption, MAX_WORKERS_PER_POD, Shuffle, Work,
 };
 use elasticdl_master::jobdir;
 use elasticdl_master::limits::WORKERS_MAX;
@@ -73,7 +73,7 @@ impl StartRequest {
                     restart_without_checkpoint: options.resilience.restart_without_checkpoint,
                     autoscale: options.autoscale,
                     spares: options.resilience.spares,
-                    policies: self.job.lifecycle.policies(options.resilience.success_policy)?,
+                    policies: self.job.lifecycle.policies()?,
                     options: elasticdl_proto::WorkerOptions {
                         training_data: location.clone(),
                         epochs: data.num_epochs,
@@ -151,7 +151,7 @@ impl StartRequest {
             start_timeout: self.workers.start_timeout,
             master_timeout: self.workers.master_timeout,
             log_format: self.output.log_format,
-            policies: self.job.lifecycle.policies(SuccessPolicy::All)?,
+            policies: self.job.lifecycle.policies()?,
             options: elasticdl_proto::WorkerOptions {
                 shuffle: Shuffle::NONE,
                 worker_timeout: Some(self.workers.worker_timeout),
@@ -465,14 +465,13 @@ mod tests {
         assert_eq!(spec("").policies, Policies { end_timeout, ..Policies::default() });
         let policies = spec(
             "--on-exit 3-9=restart --on-exit preempted=stop --deadline 2h --suspend \
-             --success-policy lowest-rank --end-timeout 5s",
+             --end-timeout 5s",
         )
         .policies;
         let expected = Policies {
             on_exit: vec!["3-9=restart".parse().unwrap(), "preempted=stop".parse().unwrap()],
             deadline: Some(Duration::from_secs(7200)),
             end_timeout: Some(Duration::from_secs(5)),
-            success: SuccessPolicy::LowestRank,
             starts_suspended: true,
             starts_core_together: false,
             starts_together: false,

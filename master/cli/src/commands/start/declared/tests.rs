@@ -12,7 +12,7 @@ use crate::args::Arguments;
 use crate::commands::{Cli, parse_start};
 
 /// Options, with others that they need, and those of another job that differs in them alone.
-const SAMPLES: [(&str, &str, &str); 69] = [
+const SAMPLES: [(&str, &str, &str); 68] = [
     ("allow-mixed-builds", "", "--allow-mixed-builds"),
     ("audit", "", "--audit 1%"),
     ("autoscale", "", "--autoscale"),
@@ -64,7 +64,6 @@ const SAMPLES: [(&str, &str, &str); 69] = [
     ("spares", "", "--spares 1"),
     ("start-timeout", "", "--start-timeout 9s"),
     ("step-timeout", "", "--step-timeout 9s"),
-    ("success-policy", "", "--success-policy lowest-rank"),
     ("suspend", "", "--suspend"),
     ("table-lag", "", "--table-lag 1"),
     ("table-memory", "", "--table-memory 1GiB"),
