@@ -197,7 +197,9 @@ fn a_master_that_cannot_be_created_is_reported_by_all_commands() {
 fn the_job_waits_for_a_replacement_whose_image_is_missing() {
     let namespace = namespace("image-away");
     let image = format!("localhost/elasticdl-away:{}", std::process::id());
-    let ctr = ["--address", "/run/k8s-dev/containerd.sock", "--namespace", "k8s.io", "images"];
+    let runtime = std::env::var("CONTAINERD_ADDRESS");
+    let runtime = runtime.unwrap_or_else(|_| "/run/k8s-dev/containerd.sock".into());
+    let ctr = ["--address", &runtime, "--namespace", "k8s.io", "images"];
     let ctr = |args: &[&str]| drop(must(Command::new("ctr").args(ctr).args(args)));
     ctr(&["tag", namespace.image(), &image]);
     let options = ["--num-workers", "2", "--num-epochs", "60", "--max-worker-restarts", "0"];

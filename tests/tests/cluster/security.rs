@@ -108,8 +108,20 @@ fn kubeconfig_of(namespace: &Namespace, account: &str, file: &Path) {
     let get = |args: &[&str]| {
         text(&must(kubectl().args(["--namespace", namespace.name(), "get"]).args(args)))
     };
-    let secret = get(&["serviceaccount", account, "-o", "jsonpath={.secrets[0].name}"]);
-    let token = get(&["secret", secret.trim(), "-o", "go-template={{.data.token | base64decode}}"]);
+    // Newer servers make no such secret by themselves.
+    let token = format!("{account}-token");
+    namespace.apply(&format!(
+        "apiVersion: v1
+kind: Secret
+type: kubernetes.io/service-account-token
+metadata: {{name: {token}, annotations: {{kubernetes.io/service-account.name: {account}}}}}
+"
+    ));
+    namespace.wait_for("count", "the account has a token", || {
+        let of_secret = get(&["secret", &token, "-o", "jsonpath={.data.token}"]);
+        (!of_secret.trim().is_empty()).then_some(())
+    });
+    let token = get(&["secret", &token, "-o", "go-template={{.data.token | base64decode}}"]);
     let admin = fs::read_to_string(std::env::var("KUBECONFIG").unwrap()).unwrap();
     let clusters = admin.lines().find(|line| line.starts_with("clusters:")).unwrap();
     let name = clusters.split("name: ").nth(1).unwrap().split(',').next().unwrap();
@@ -132,11 +144,6 @@ fn user_with(namespace: &Namespace, role: &str) -> NamedTempFile {
     let bind = ["create", "rolebinding", "user", "--role", role, &user];
     must(kubectl().args(["--namespace", namespace.name()]).args(bind));
     let file = NamedTempFile::new().unwrap();
-    namespace.wait_for("count", "the account has a token", || {
-        let get = ["get", "serviceaccount", "user", "-o", "jsonpath={.secrets[0].name}"];
-        let secret = text(&must(kubectl().args(["--namespace", namespace.name()]).args(get)));
-        (!secret.trim().is_empty()).then_some(())
-    });
     kubeconfig_of(namespace, "user", file.path());
     file
 }
