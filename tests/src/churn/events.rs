@@ -55,7 +55,7 @@ impl Kind {
 /// worker that waited longest, less the median step. All times are in milliseconds.
 #[derive(Debug, Default)]
 pub struct Measured {
-    /// Median time between two commits while no event happens.
+    /// Median time between two commits while no event happens; of several jobs, the mean.
     pub median_step: f64,
     /// For each event, the gap of the survivors; for a join, the time from the joiner's start until
     /// it contributes.
@@ -170,6 +170,27 @@ fn cause(bench: &mut Bench, kind: Kind) -> Result<Event, Box<dyn Error>> {
 }
 
 impl Measured {
+    /// Adds the events of another job.
+    pub fn add(&mut self, other: Self) {
+        let events = (self.gaps.len() as f64, other.gaps.len() as f64);
+        self.median_step = (self.median_step * events.0 + other.median_step * events.1)
+            / (events.0 + events.1).max(1.0);
+        self.gaps.extend(other.gaps);
+        self.quiet.extend(other.quiet);
+        self.switches.extend(other.switches);
+        self.latencies.extend(other.latencies);
+        self.recoveries.extend(other.recoveries);
+        self.full_strength.extend(other.full_strength);
+        self.steps_lost += other.steps_lost;
+        self.records_lost += other.records_lost;
+        self.records_repeated += other.records_repeated;
+        for (own, others) in
+            [(&mut self.phases, other.phases), (&mut self.switch_phases, other.switch_phases)]
+        {
+            own.iter_mut().zip(others).for_each(|(own, others)| own.extend(others));
+        }
+    }
+
     /// The figures as an object.
     pub fn json(&self) -> Value {
         let parts = |phases: &Phases| {

@@ -38,13 +38,15 @@ def free_port():
 
 
 class Elastic:
-    """A job of elasticdl, and a checkpoint every 10 steps."""
+    """A job of elasticdl, and a checkpoint every 10 steps. With all workers, each computes a step
+    in one micro-batch, as those of the others do."""
 
     program = "count_elastic.py"
     spares = 0
 
     def __init__(self, count, first, arguments, folder):
-        self.count, self.first, self.arguments = count, first, arguments
+        self.count, self.first = count, first
+        self.arguments = [*arguments, str(RECORDS_PER_STEP // count)]
         self.folder = f"{folder}/job"
 
     def commands(self):

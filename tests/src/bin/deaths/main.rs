@@ -3,7 +3,8 @@
 //!
 //! `cargo run --release -p elasticdl-tests --bin deaths -- --json FILE` measures each cell that
 //! FILE does not have yet, and writes it there, so that a table can be made over several days;
-//! another build belongs to another file. The workers' own event logs are measured, as by `churn`:
+//! another build belongs to another file. No job has more than [`EVENTS_OF_A_JOB`] events: workers
+//! that are killed soon after their start are replaced ever later. The workers' own event logs are measured, as by `churn`:
 //! a pause is the longest time between two steps of a survivor, less the median step; `detect` is
 //! its part until the loss was noticed. A thread that hangs is noticed after `--step-timeout`,
 //! which is 2 s in these jobs; by default it is ten minutes. Workers that lose their host are on
@@ -20,7 +21,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
-use elasticdl_tests::churn::{DisturbedJob, Kind, disturb};
+use elasticdl_tests::churn::{DisturbedJob, Kind, Measured, disturb};
 use elasticdl_tests::{print, read_results, run_benchmark, write_results};
 use serde_json::{Value, json};
 
@@ -99,8 +100,13 @@ fn cell(death: Kind, (ranks, mib): (u32, usize), events: u32) -> Result<Value, B
         first_steps: 0,
         rest_steps: REST_STEPS,
     };
-    let folder = tempfile::tempdir()?;
-    let measured = disturb(&job, (death, events), folder.path())?;
+    let (mut measured, mut left) = (Measured::default(), events);
+    while left > 0 {
+        let folder = tempfile::tempdir()?;
+        let events = left.min(EVENTS_OF_A_JOB);
+        measured.add(disturb(&job, (death, events), folder.path())?);
+        left -= events;
+    }
     let mut cell = measured.json();
     cell["records_lost"] = json!(measured.records_lost);
     cell["records_repeated"] = json!(measured.records_repeated);
@@ -131,6 +137,8 @@ fn shortened(error: &str) -> String {
 
 /// `--step-timeout` of jobs in which a thread hangs.
 const HANG_TIMEOUT: &str = "2s";
+/// Most events of one job.
+const EVENTS_OF_A_JOB: u32 = 50;
 /// Records of an epoch.
 const RECORDS: usize = 1 << 15;
 /// Steps between two events.
