@@ -59,7 +59,7 @@ const AFTER_HELP: &str = "\
 JSON: an array with an object per job, running ones first, newer ones before older ones:
   namespace             of the cluster; null for a job of this machine
   job, state, has_ended its name; its state, as in `elasticdl status --json`, or `lost` if
-                        its master has died; whether it is over
+                        its master has died, up to 10 s after what is shown; whether it is over
   reason                what a job without a master waits for, in a cluster; or null
   progress              0 to 1; null if unknown
   workers, workers_desired
