@@ -26,9 +26,10 @@ pub(crate) struct WorkerOptions {
     ///
     /// A worker that crashes, hangs or exits with an error is replaced and counts as a failure.
     /// Failures in only one slot, or on one node, do not end a job whose other workers can train. A
-    /// worker that is killed externally is replaced and does not count, but the pauses before
-    /// replacements grow to 30 s while the job makes no progress, and it fails after 20 of them, or
-    /// this number if it is larger: after at least six minutes.
+    /// worker that is killed externally is replaced and does not count. But the pauses before
+    /// replacements grow to 30 s while the job makes no progress, or while workers of one slot are
+    /// killed within 5 s of their start; and without progress the job fails after 20 kills, those
+    /// within a pause counted as one, or this number if it is larger: after at least six minutes.
     #[arg(long, value_name = "N", default_value = "3")]
     pub(crate) max_worker_restarts: u32,
 

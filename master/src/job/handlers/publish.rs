@@ -156,8 +156,11 @@ impl Job {
             (true, _) => "",
             // All members have left in order.
             (false, Some(_)) if kept == Some(self.data.step()) => " from the newest checkpoint",
+            // The workers of a former master may have written one that this one has not heard of.
             (false, Some(_))
-                if self.reporting.has_checkpoint() || self.spec.options.resume_from.is_some() =>
+                if self.reporting.has_checkpoint()
+                    || self.spec.options.resume_from.is_some()
+                    || self.masters() > 1 =>
             {
                 " from the newest checkpoint, as the state is lost"
             }

@@ -103,8 +103,8 @@ impl Job {
         } else if is_excused && is_term(exit) && ended.iter().any(Launch::is_signalled) {
             // The kubelet of newer servers evicts by SIGTERM, and the pod of a worker that then
             // leaves in order shows no reason.
-            let slot = ended.first().map_or(0, Launch::slot);
-            self.count_kill(now, (slot, launch), &format!("{name} ended by a SIGTERM ({end})"));
+            let what = format!("{name} has left after a SIGTERM of unknown origin");
+            self.count_kill(now, launch, None, &what);
         } else if is_excused || is_counted {
             self.log_event(format!("{name} ended ({end})"));
         } else if is_own_fault {
@@ -129,7 +129,7 @@ impl Job {
             let why = why.map(|why| format!(" ({why})")).unwrap_or_default();
             let slot = ended.first().map_or(0, Launch::slot);
             self.note_fault_of(now, &node, &format!("{name} {end}{why}"));
-            self.count_kill(now, (slot, launch), &format!("{name} {end}{why}"));
+            self.count_kill(now, launch, Some(slot), &format!("{name} {end}{why}"));
         } else {
             if is_fault_of_node(exit) && !ended.iter().any(Launch::is_killed) {
                 self.note_fault_of(now, &node, &format!("{name} {end}"));
@@ -197,22 +197,25 @@ impl Job {
         !others().any(Launch::has_registered) && (is_confirmed || is_alone())
     }
 
-    /// Counts a kill from outside; fails the job if there are too many without progress.
-    fn count_kill(&mut self, now: Time, killed: (u32, LaunchId), what: &str) {
+    /// Counts a kill from outside; fails the job if there are too many without progress. The
+    /// replacement waits, unless it was started when the worker began to leave: `slot` is `None`.
+    fn count_kill(&mut self, now: Time, launch: LaunchId, slot: Option<u32>, what: &str) {
         if !self.lifecycle.is_running() {
             return self.log_event(format!("{what} (not counted as a failure)"));
         }
         let (progress, newest) = (self.work_done(), LaunchId(self.workers.launches_made()));
-        let error = match self.lifecycle.restarts.count_kill(now, progress, killed, newest) {
-            Ok(start) => {
+        let error = match self.lifecycle.restarts.count_kill(now, progress, launch, newest) {
+            Ok(()) => {
                 let kills = self.lifecycle.restarts.budget().kills_since_progress;
                 let how_often = match kills {
                     0 | 1 => String::new(),
                     kills => format!(" ({kills} kills without progress)"),
                 };
-                let pause = match start.since(now) {
-                    Duration::ZERO => String::new(),
-                    pause => format!("; the next one starts after {} s", pause.as_secs_f64()),
+                let start =
+                    slot.map_or(now, |slot| self.lifecycle.restarts.delay_killed(now, slot));
+                let pause = match (start.since(now).as_secs_f64() * 100.0).round() / 100.0 {
+                    0.0 => String::new(),
+                    pause => format!("; the next one starts after {pause} s"),
                 };
                 self.log_event(format!("{what} (not counted as a failure){how_often}{pause}"));
                 return self.out.set_timer(start, Timer::Relaunch);

@@ -111,8 +111,7 @@ impl Restarts {
         Ok(self.back_off(now))
     }
 
-    /// Counts a kill from outside of `launch`, in this slot, at `progress`; `newest` is the newest
-    /// launch. Returns when the replacement may start.
+    /// Counts a kill from outside of `launch` at `progress`; `newest` is the newest launch.
     ///
     /// # Errors
     /// The job has failed.
@@ -120,9 +119,9 @@ impl Restarts {
         &mut self,
         now: Time,
         progress: u64,
-        (slot, launch): (u32, LaunchId),
+        launch: LaunchId,
         newest: LaunchId,
-    ) -> Result<Time, TooMany> {
+    ) -> Result<(), TooMany> {
         self.budget.note_progress(progress);
         let kills = &mut self.budget.kills_since_progress;
         // Other kills belong to the same trouble: those of launches that ran beside the killed one,
@@ -135,13 +134,19 @@ impl Restarts {
         if *kills > self.max.max(KILLS_MAX) {
             return Err(TooMany::Kills(*kills));
         }
+        Ok(())
+    }
+
+    /// Delays the replacement of a killed worker of this slot, whose kill is counted. Returns when
+    /// it may start.
+    pub(crate) fn delay_killed(&mut self, now: Time, slot: u32) -> Time {
         let of_slot = self.killed_slots.get(&slot);
         let in_a_row = of_slot.filter(|(start, _)| now.since(*start) < SOON);
         let in_a_row = in_a_row.map_or(1, |(_, kills)| kills.saturating_add(1));
         let start = self.replaced_at.max(now + delay(in_a_row, LONG_DELAY));
         self.killed_slots.insert(slot, (start, in_a_row));
         self.wait_until(now, start);
-        Ok(start)
+        start
     }
 
     /// Delays a replacement that has failed often. Returns when it may start.
@@ -372,10 +377,10 @@ mod tests {
         let (mut now, mut pauses) = (Time::default(), Vec::new());
         for launch in (1..).map(LaunchId) {
             now = now + Duration::from_millis(run_ms);
-            match restarts.count_kill(now, 0, (0, launch), launch) {
-                Err(error) => return (now.0.as_secs(), pauses, Err(error)),
-                Ok(start) => pauses.push(start.since(now).as_millis()),
+            if let Err(error) = restarts.count_kill(now, 0, launch, launch) {
+                return (now.0.as_secs(), pauses, Err(error));
             }
+            pauses.push(restarts.delay_killed(now, 0).since(now).as_millis());
             now = now + Duration::from_millis(*pauses.last().unwrap() as u64);
             if now >= until {
                 break;
@@ -400,8 +405,8 @@ mod tests {
             launch += 1;
             let now = Time(Duration::from_millis(ms));
             // Two more launches run beside it.
-            let killed = (0, LaunchId(launch));
-            restarts.count_kill(now, progress, killed, LaunchId(launch + 2)).unwrap();
+            let newest = LaunchId(launch + 2);
+            restarts.count_kill(now, progress, LaunchId(launch), newest).unwrap();
             restarts.budget().kills_since_progress
         };
         // Two workers are killed together, and one that was started before.
@@ -421,8 +426,8 @@ mod tests {
         // The job makes progress all the time.
         let mut kill = |slot, run_ms| {
             (now, launch) = (now + Duration::from_millis(run_ms), launch + 1);
-            let killed = (slot, LaunchId(launch));
-            let start = restarts.count_kill(now, launch, killed, killed.1).unwrap();
+            restarts.count_kill(now, launch, LaunchId(launch), LaunchId(launch)).unwrap();
+            let start = restarts.delay_killed(now, slot);
             let pause = start.since(now);
             now = start;
             pause.as_millis()

@@ -166,6 +166,8 @@ fn workers_that_a_sigterm_of_unknown_origin_ends_count_as_killed() {
         end(&mut job, 23);
         let why = error(&job);
         let is_told = |why: &String| why.contains("killed 21 times") && why.contains("disk space");
+        let said = job.status(at(0)).events.join("\n");
+        assert!(!said.contains("the next one starts"), "it has started already: {said}");
         assert_eq!(why.as_ref().is_some_and(is_told), !is_explained, "{exit:?}: {why:?}");
     }
 }
