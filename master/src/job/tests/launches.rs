@@ -99,3 +99,32 @@ fn a_worker_that_arrives_after_the_end_of_the_job_ends_in_order() {
     job.handle(at(1), Event::ProcessEnded { launch: LaunchId(4), exit: Exit::Code(0) });
     assert_eq!(actions(&mut job), [Action::End(Outcome::Completed)]);
 }
+
+#[test]
+fn workers_that_a_sigterm_of_unknown_origin_ends_count_as_killed() {
+    for (is_explained, exit) in
+        [(false, Exit::Code(0)), (false, Exit::Code(143)), (true, Exit::Code(0))]
+    {
+        let mut job = started(spec(), &[20]);
+        let end = |job: &mut Job, worker: u64| {
+            let (ms, launch) = (31_000 * worker, LaunchId(worker));
+            let now = at(ms);
+            if is_explained {
+                let (cause, reason) = (ReclaimCause::Deleted, "deleted".into());
+                job.handle(now, Event::LaunchLeaves { launch, cause, reason });
+            }
+            deliver(job, worker, WorkerMessage::Leaving);
+            job.handle(now, Event::ProcessEnded { launch, exit: exit.clone() });
+            job.handle_timeout(at(ms + 30_000));
+            connect(job, worker + 1);
+        };
+        (3..23).for_each(|worker| end(&mut job, worker));
+        assert_eq!((job.summary(at(0)).error, job.lifecycle.failures()), (None, 0));
+        end(&mut job, 23);
+        let why = job.summary(at(0)).error;
+        let is_told = |why: &String| why.contains("killed 21 times") && why.contains("disk space");
+        let said = job.status(at(0)).events.join("\n");
+        assert!(!said.contains("the next one starts"), "it has started already: {said}");
+        assert_eq!(why.as_ref().is_some_and(is_told), !is_explained, "{exit:?}: {why:?}");
+    }
+}

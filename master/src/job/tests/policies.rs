@@ -1,4 +1,4 @@
-//! Exit codes and events with a meaning, deadlines, and who has to report the end.
+//! Exit codes and events with a meaning, deadlines, and reports of the end.
 
 use std::time::Duration;
 

@@ -144,35 +144,6 @@ fn kills_without_progress_end_the_job_and_say_that_memory_ran_out() {
 }
 
 #[test]
-fn workers_that_a_sigterm_of_unknown_origin_ends_count_as_killed() {
-    for (is_explained, exit) in
-        [(false, Exit::Code(0)), (false, Exit::Code(143)), (true, Exit::Code(0))]
-    {
-        let mut job = started(spec(), &[20]);
-        let end = |job: &mut Job, worker: u64| {
-            let (ms, launch) = (31_000 * worker, LaunchId(worker));
-            let now = at(ms);
-            if is_explained {
-                let (cause, reason) = (ReclaimCause::Deleted, "deleted".into());
-                job.handle(now, Event::LaunchLeaves { launch, cause, reason });
-            }
-            deliver(job, worker, WorkerMessage::Leaving);
-            job.handle(now, Event::ProcessEnded { launch, exit: exit.clone() });
-            job.handle_timeout(at(ms + 30_000));
-            connect(job, worker + 1);
-        };
-        (3..23).for_each(|worker| end(&mut job, worker));
-        assert_eq!((error(&job), job.lifecycle.failures()), (None, 0));
-        end(&mut job, 23);
-        let why = error(&job);
-        let is_told = |why: &String| why.contains("killed 21 times") && why.contains("disk space");
-        let said = job.status(at(0)).events.join("\n");
-        assert!(!said.contains("the next one starts"), "it has started already: {said}");
-        assert_eq!(why.as_ref().is_some_and(is_told), !is_explained, "{exit:?}: {why:?}");
-    }
-}
-
-#[test]
 fn kills_of_workers_that_have_worked_are_replaced_at_once_for_ever_and_others_wait() {
     let mut job = started(spec(), &[400]);
     deliver(&mut job, 1, committed(1, 1, &[(0, 4)]));

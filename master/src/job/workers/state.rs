@@ -281,7 +281,7 @@ impl Launch {
         self.is_killed = true;
     }
 
-    /// Whether somebody unknown sent SIGTERM to it.
+    /// Whether its worker received SIGTERM while nothing was known to end it.
     pub(crate) fn is_signalled(&self) -> bool {
         self.is_signalled
     }

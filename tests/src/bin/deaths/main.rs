@@ -4,12 +4,12 @@
 //! `cargo run --release -p elasticdl-tests --bin deaths -- --json FILE` measures each cell that
 //! FILE does not have yet, and writes it there, so that a table can be made over several days;
 //! another build belongs to another file. No job has more than [`EVENTS_OF_A_JOB`] events: workers
-//! that are killed soon after their start are replaced ever later. The workers' own event logs are measured, as by `churn`:
-//! a pause is the longest time between two steps of a survivor, less the median step; `detect` is
-//! its part until the loss was noticed. A thread that hangs is noticed after `--step-timeout`,
-//! which is 2 s in these jobs; by default it is ten minutes. Workers that lose their host are on
-//! network namespaces, which need root and iproute2; the packets of a host that is switched off are
-//! dropped, and no link is closed.
+//! that are killed soon after their start are replaced ever later. The workers' own event logs are
+//! measured, as by `churn`: a pause is the longest time between two steps of a survivor, less the
+//! median step; `detect` is its part until the loss was noticed. A thread that hangs is noticed
+//! after `--step-timeout`, 2 s in these jobs and ten minutes by default. Workers that lose their
+//! host are on network namespaces, which need root and iproute2; the packets of a host that is
+//! switched off are dropped, and no link is closed.
 //!
 //! This program is at once the benchmark, the `elasticdl` command and the job's worker.
 
