@@ -1,8 +1,6 @@
 //! Ends of processes: which are failures, and what follows. A pod that the cluster reclaims is
 //! replaced while it still runs, so the user's rule for that applies when its termination begins.
 
-use std::time::Duration;
-
 use elasticdl_proto::{RecordRange, WorkerId};
 
 use super::failed_slots::{FailedSlots, Place};
