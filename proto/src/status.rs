@@ -11,7 +11,7 @@ use crate::limiting_link::LimitingLink;
 use crate::message::Evaluated;
 use crate::row_touches::TablesStatus;
 use crate::spares::Spares;
-use crate::summary::{BestEvaluation, CheckpointsSummary, MembershipChange};
+use crate::summary::{AuditSummary, BestEvaluation, CheckpointsSummary, MembershipChange};
 
 /// The status of a job. The names of its fields are a public format.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -101,6 +101,9 @@ pub struct Status {
     /// The link whose network limits the steps; `None` if there is none, or more than one and of
     /// several hosts.
     pub limiting_link: Option<LimitingLink>,
+    /// What the audits have found; `None` without `--audit`.
+    #[serde(default)]
+    pub audit: Option<AuditSummary>,
     /// The model's tables, as last reported; `None` if it has none.
     pub tables: Option<TablesStatus>,
     /// The newest evaluation; of an evaluate job, its result.

@@ -35,6 +35,7 @@ pub fn report_of(mut summary: Summary, stored: Option<StoredHistory>) -> String 
         eta_s: None,
         allreduce_transport: summary.allreduce_transport.clone(),
         checkpoints: summary.checkpoints.clone(),
+        audit: summary.audit,
         limiting_link: None,
         workers: Vec::new(),
         workers_disconnected: Vec::new(),

@@ -92,6 +92,9 @@ JSON (keys are stable; null for values that do not apply or are not yet known):
                         unlike others, while the steps waited for it; or null. limited: part of that
                         time; bytes_per_s: what the network delivered meanwhile; host: if several
                         links are so slow, the host that is an end of each
+  audit                 {steps, disagreements, workers_replaced}: steps computed by two workers,
+                        how often they differed, and the workers replaced for it; null without
+                        --audit
   tables                {rows, touches, shards_at_risk} of the model's embedding tables: rows that
                         exist; pairs of a trained record and a row; parts with fewer copies than
                         there could be; or null

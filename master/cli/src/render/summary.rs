@@ -255,7 +255,7 @@ fn rows_lost(lost: &RowsLoss) -> String {
     )
 }
 
-fn audits(found: &AuditSummary) -> String {
+pub(super) fn audits(found: &AuditSummary) -> String {
     let AuditSummary { steps, disagreements, workers_replaced } = *found;
     let steps = format!("{} computed twice", counted(steps, "step"));
     match disagreements {

@@ -9,7 +9,7 @@ use elasticdl_proto::{
 };
 use indicatif::HumanBytes;
 
-use super::summary::{MEMBERSHIP_COLUMNS, best_value, membership};
+use super::summary::{MEMBERSHIP_COLUMNS, audits, best_value, membership};
 use crate::progress::{format_duration, format_learning_rate, format_rate, one_line};
 
 /// The status as a table of 80 columns, beyond which only a single long word reaches.
@@ -52,6 +52,9 @@ pub(crate) fn to_table(status: &Status) -> String {
     }
     if let Some(link) = &status.limiting_link {
         row("slow link", &one_line(&link.to_string()));
+    }
+    if let Some(audit) = &status.audit {
+        row("audits", &audits(audit));
     }
     if let Some(TablesStatus { rows, touches, shards_at_risk }) = status.tables {
         let bytes = status.workers.iter().filter_map(|worker| worker.table_bytes).sum();
@@ -230,8 +233,8 @@ const VALUE_COLUMNS: usize = 67;
 #[cfg(test)]
 pub(crate) mod tests {
     use elasticdl_proto::{
-        Cause, Generation, HostReport, LaunchId, LaunchStatus, LimitingLink, MembershipChange,
-        PriorityTierStatus, SavedCheckpoint, WorkerId,
+        AuditSummary, Cause, Generation, HostReport, LaunchId, LaunchStatus, LimitingLink,
+        MembershipChange, PriorityTierStatus, SavedCheckpoint, WorkerId,
     };
 
     use super::*;
@@ -332,6 +335,7 @@ pub(crate) mod tests {
                 limited: 0.75,
                 bytes_per_s: 12_340_000.0,
             }),
+            audit: Some(AuditSummary { steps: 3, disagreements: 0, workers_replaced: 0 }),
             evaluated: Some(Evaluated {
                 step: 9,
                 records: 50,
@@ -363,6 +367,7 @@ speed        20.0 k records/s, 64 s left
 all-reduce   TCP
 slow link    the link from worker 1 on node-2 to worker 2 on node-3 limits the
                steps: the network delivers 12.3 MB/s
+audits       3 steps computed twice, no disagreement
 generation   2
 workers      2 desired, 2 spares (1 caught up, 3 promoted)
              worker     pid  rank  state           step  ms/step  share  limit

@@ -253,7 +253,8 @@ fn describe(record: &MembershipChange, start: &str) -> String {
     let MembershipChange { generation, world_size, cause, .. } = record;
     let workers = if *world_size == 1 { "1 worker" } else { &format!("{world_size} workers") };
     if *cause == Cause::Start {
-        return format!("generation {generation}: {workers} start");
+        let verb = if *world_size == 1 { "starts" } else { "start" };
+        return format!("generation {generation}: {workers} {verb}");
     }
     let mut parts = Vec::new();
     let is_other = |id: &&WorkerId| !record.promoted.contains(id);

@@ -80,7 +80,12 @@ impl Job {
         let is_over_limit = matches!(exit, Exit::OverLimit(_));
         let is_excused = !is_over_limit && ended.iter().all(Launch::is_excused);
         let is_counted = ended.iter().any(Launch::is_counted);
-        let reason = if is_excused {
+        // The kubelet of newer servers evicts by SIGTERM, and the pod of a worker that then leaves
+        // in order shows no reason.
+        let is_signalled = is_excused && is_term(exit) && ended.iter().any(Launch::is_signalled);
+        let reason = if is_signalled {
+            End::Killed
+        } else if is_excused {
             End::Terminated
         } else if is_counted {
             End::Failed
@@ -98,9 +103,7 @@ impl Job {
             self.apply_rule(now, &format!("{name} {end}"), rule, serves_tables);
             self.retire_surplus(now);
             self.reporting.explain_error(ended.iter().find_map(Launch::printed));
-        } else if is_excused && is_term(exit) && ended.iter().any(Launch::is_signalled) {
-            // The kubelet of newer servers evicts by SIGTERM, and the pod of a worker that then
-            // leaves in order shows no reason.
+        } else if is_signalled {
             let what = format!("{name} has left after a SIGTERM of unknown origin");
             self.count_kill(now, launch, None, &what);
         } else if is_excused || is_counted {
@@ -207,7 +210,10 @@ impl Job {
                 let kills = self.lifecycle.restarts.budget().kills_since_progress;
                 let how_often = match kills {
                     0 | 1 => String::new(),
-                    kills => format!(" ({kills} kills without progress)"),
+                    kills => {
+                        let most = self.lifecycle.restarts.kills_max();
+                        format!(" (kill {kills} of at most {most} without progress)")
+                    }
                 };
                 let start =
                     slot.map_or(now, |slot| self.lifecycle.restarts.delay_killed(now, slot));

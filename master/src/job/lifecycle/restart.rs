@@ -123,6 +123,7 @@ impl Restarts {
         newest: LaunchId,
     ) -> Result<(), TooMany> {
         self.budget.note_progress(progress);
+        let most = self.kills_max();
         let kills = &mut self.budget.kills_since_progress;
         // Other kills belong to the same trouble: those of launches that ran beside the killed one,
         // or were started before its replacement.
@@ -131,10 +132,15 @@ impl Restarts {
             self.newest_at_kill = newest;
             self.replaced_at = now + delay(*kills, LONG_DELAY);
         }
-        if *kills > self.max.max(KILLS_MAX) {
+        if *kills > most {
             return Err(TooMany::Kills(*kills));
         }
         Ok(())
+    }
+
+    /// The most counted kills without progress that do not fail the job.
+    pub(crate) fn kills_max(&self) -> u32 {
+        self.max.max(KILLS_MAX)
     }
 
     /// Delays the replacement of a killed worker of this slot, whose kill is counted. Returns when
@@ -211,6 +217,11 @@ impl Restarts {
     pub(crate) fn waiting(&mut self, now: Time) -> usize {
         self.waiting.retain(|&start| start > now);
         self.waiting.len()
+    }
+
+    /// Lets all replacements start now.
+    pub(crate) fn end_pauses(&mut self) {
+        self.waiting.clear();
     }
 
     /// The state that a take-over needs.

@@ -227,14 +227,14 @@ impl Job {
         if is_replaced {
             self.out.set_timer(now + self.spec.options.leave_wait() / 2, Timer::Suspend);
         } else {
-            self.suspend();
+            self.suspend("no other worker is there to take over the state");
         }
     }
 
     /// The time for replacements to take over the state has passed.
     pub(crate) fn on_suspend_due(&mut self) {
         if self.all_leave() {
-            self.suspend();
+            self.suspend("no other worker took over the state in time");
         }
     }
 
@@ -249,11 +249,8 @@ impl Job {
     }
 
     /// Ends the group at its next step boundary, with a checkpoint.
-    fn suspend(&mut self) {
-        self.log_event(
-            "no other worker took over the state in time: the group writes a checkpoint and ends"
-                .into(),
-        );
+    fn suspend(&mut self, why: &str) {
+        self.log_event(format!("{why}: the group writes a checkpoint and ends"));
         self.end_group_with_checkpoint();
     }
 

@@ -83,7 +83,8 @@ impl Job {
             false => "",
         };
         self.log_event(format!("the job is resumed{when}"));
-        // The workers that start now replace none that has failed.
+        // The workers that start now replace none that has failed, and wait for nothing.
+        self.lifecycle.restarts.end_pauses();
         let staying = self.workers.launches().filter(|(_, l)| l.stays()).count();
         let staying = u32::try_from(staying).expect("launches are limited by max_workers");
         let beside = self.spec.spares + self.spec.options.table_servers;

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use elasticdl_proto::{
-    CheckpointsSummary, DisconnectedStatus, Evaluated, EvaluationsSummary, Generation,
-    LaunchStatus, Ledger, PriorityTierStatus, RecordsSummary, Spares, Status, Summary, WorkerId,
-    WorkerStatus, WorkersSummary, failed_export,
+    AuditSummary, CheckpointsSummary, DisconnectedStatus, Evaluated, EvaluationsSummary,
+    Generation, LaunchStatus, Ledger, PriorityTierStatus, RecordsSummary, Spares, Status, Summary,
+    WorkerId, WorkerStatus, WorkersSummary, failed_export,
 };
 
 use super::counters::Counters;
@@ -102,6 +102,7 @@ impl Job {
             priority_tiers: self.priority_tiers(),
             allreduce_transport: self.reporting.allreduce_transport.clone(),
             limiting_link: limiting_link.cloned(),
+            audit: self.audit_summary(),
             steps_skipped: self.reporting.totals.steps_skipped,
             evaluated: self.evaluated(),
             evaluated_best: self.reporting.evaluations.best.clone(),
@@ -347,7 +348,7 @@ impl Job {
             failed_shards: self.reporting.failed_shards(),
             records_skipped: self.reporting.totals.records_skipped.clone(),
             steps_skipped: self.reporting.totals.steps_skipped,
-            audit: (self.spec.options.audit > 0).then_some(self.reporting.totals.audit),
+            audit: self.audit_summary(),
             row_touches: self.reporting.final_report().and_then(|f| f.row_touches).map(Into::into),
             rows_lost: self.reporting.rows_lost(),
             state_lost: self.reporting.totals.state_lost,
@@ -363,6 +364,10 @@ impl Job {
             tracking_error: self.reporting.tracking_error.clone(),
             digest: self.reporting.final_report().map(|word| format!("{:016x}", word.digest)),
         }
+    }
+
+    fn audit_summary(&self) -> Option<AuditSummary> {
+        (self.spec.options.audit > 0).then_some(self.reporting.totals.audit)
     }
 
     /// Based on the group's reports alone.

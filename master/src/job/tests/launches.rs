@@ -121,6 +121,8 @@ fn workers_that_a_sigterm_of_unknown_origin_ends_count_as_killed() {
         (3..23).for_each(|worker| end(&mut job, worker));
         assert_eq!((job.summary(at(0)).error, job.lifecycle.failures()), (None, 0));
         end(&mut job, 23);
+        let killed = job.snapshot(at(0)).counters.ends.get(&End::Killed).copied();
+        assert_eq!(killed, (!is_explained).then_some(21));
         let why = job.summary(at(0)).error;
         let is_told = |why: &String| why.contains("killed 21 times") && why.contains("disk space");
         let said = job.status(at(0)).events.join("\n");

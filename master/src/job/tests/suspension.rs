@@ -251,6 +251,20 @@ fn a_job_that_is_resumed_while_it_is_suspended_starts_its_next_workers_from_the_
 }
 
 #[test]
+fn a_resumption_ends_the_pause_of_a_replacement() {
+    let mut job = started(JobSpec { min_workers: 1, ..with_checkpoints(2) }, &[20]);
+    for launch in [2, 3] {
+        actions(&mut job);
+        let exit = Exit::Signal(9);
+        job.handle(at(0), Event::ProcessEnded { launch: LaunchId(launch), exit });
+    }
+    assert_eq!(launches(&actions(&mut job)), [0; 0], "it was killed right after its start");
+    job.handle(at(0), Event::Suspend);
+    job.handle(at(0), Event::Resume);
+    assert_eq!(launches(&actions(&mut job)), [4]);
+}
+
+#[test]
 fn a_training_job_without_checkpoints_is_not_suspended() {
     let mut job = started(spec(), &[20]);
     let obstacle = job.obstacle_to_suspension().unwrap();

@@ -74,6 +74,8 @@ fn describe_work(spec: &JobSpec) -> Vec<(&'static str, String)> {
                 format!("{}, every {every}, {} retained", spec.dir, spec.keep)
             });
             rows.push(("checkpoints", checkpoints.unwrap_or_else(|| "none".into())));
+            let audit = f64::from(spec.options.audit) / 10_000.0;
+            rows.extend((audit > 0.0).then(|| ("audit", format!("{audit} % of the steps"))));
             rows.extend(spec.options.resume_from.iter().map(|from| ("resume from", from.clone())));
             rows.extend(spec.options.validation.iter().map(|validation| {
                 let text = match validation.split {
