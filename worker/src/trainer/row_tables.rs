@@ -222,7 +222,8 @@ impl RowTables {
 
     /// Why this rank can't hold more rows, if it has reached its limit.
     pub(super) fn excess(&self, HeldRows { bytes, .. }: HeldRows) -> Option<String> {
-        let what = self.memory_max.excess(bytes, self.workers_of_host)?;
+        let of = |limit: TableMemory| limit.excess(bytes, self.workers_of_host);
+        let what = of(self.memory_max).and_then(|_| of(self.memory_max.read_again()))?;
         Some(format!(
             "the rows of tables take {what}: {}; start more workers, remove rows (evicted_after, \
              admitted_after), or give the tables more memory",

@@ -25,6 +25,11 @@ impl TableMemory {
         given.or_else(of_cgroup).unwrap_or(Self::Any)
     }
 
+    /// The limit as it is now: that of a cgroup may have been raised, as by a resize of its pod.
+    pub(super) fn read_again(self) -> Self {
+        if let Self::OfCgroup(_) = self { Self::new(None) } else { self }
+    }
+
     /// Says that a worker is over its limit, if it is. `workers`: those of this host, which have
     /// about as many rows each.
     pub(super) fn excess(self, bytes: u64, workers: u64) -> Option<String> {
