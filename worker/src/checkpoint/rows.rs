@@ -15,11 +15,14 @@
 //! ```
 
 use std::collections::BTreeMap;
+use std::mem;
 use std::ops::Range;
 
 use bytes::Bytes;
 use elasticdl_data::storage::{Storage, StorageError};
-use elasticdl_tables::{InvalidRows, SavedChunk, SavedShard, changed_shard, whole_shard};
+use elasticdl_tables::{
+    ComparedShards, InvalidRows, SavedChunk, SavedShard, changed_shard, whole_shard,
+};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::load::{LoadError, manifest};
@@ -29,13 +32,24 @@ use crate::session::checkpoint::WrittenRows;
 /// Takes in a shard, by its number, or says what is wrong with it.
 pub type TakeShard<'a> = dyn FnMut(u32, &[u8]) -> Result<(), String> + 'a;
 
-/// What a rank owns of what is divided over the group, as of a step.
+/// What a rank owns of what is divided over the group, as of a step, and what it compares with
+/// others.
 #[derive(Clone, Debug)]
 pub enum SavedPart {
     /// Chunks of the optimizer's state.
-    Chunks(Vec<SavedChunk>),
+    Chunks(Vec<SavedChunk>, ComparedShards<Vec<f32>>),
     /// Shards of the model's tables.
-    Rows(Vec<SavedShard>),
+    Rows(Vec<SavedShard>, ComparedShards),
+}
+
+impl SavedPart {
+    /// The rank's [`WrittenRows::balance`]. What it compares is free then.
+    pub(super) fn take_balance(&mut self) -> u64 {
+        match self {
+            Self::Chunks(_, compared) => mem::take(compared).balance(),
+            Self::Rows(_, compared) => mem::take(compared).balance(),
+        }
+    }
 }
 
 /// The content of a file, and what the manifest says of it. `base`: step and generation of the
@@ -48,11 +62,11 @@ pub(super) fn encode(
     base: Option<(u64, u64)>,
 ) -> Result<(Vec<Bytes>, WrittenRows), String> {
     let (parts, written) = match owned {
-        SavedPart::Chunks(chunks) => encode_all(chunks.into_iter().map(|chunk| {
+        SavedPart::Chunks(chunks, _) => encode_all(chunks.into_iter().map(|chunk| {
             let is_finite = chunk.is_finite();
             is_finite.then(|| (0, chunk.encode())).ok_or("the optimizer's state")
         })),
-        SavedPart::Rows(shards) => encode_all(shards.into_iter().map(|shard| {
+        SavedPart::Rows(shards, _) => encode_all(shards.into_iter().map(|shard| {
             if !shard.is_finite() {
                 return Err("a table");
             }
@@ -87,7 +101,7 @@ fn encode_all(
     let digest = xxh3_128(&index);
     parts[0] = index.into();
     let bytes = parts.iter().map(|part| part.len() as u64).sum();
-    Ok((parts, WrittenRows { bytes, digest, touches, base: None }))
+    Ok((parts, WrittenRows { bytes, digest, touches, balance: 0, base: None }))
 }
 
 /// Where a shard lies in a file.

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 use elasticdl_data::storage::Storage;
 use elasticdl_data::worker::{set_stop_flag, wait_status};
 use elasticdl_proto::Generation;
-use elasticdl_tables::SavedShards;
+use elasticdl_tables::{ComparedShards, SavedShards};
 use futures::stream::BoxStream;
 use object_store::memory::InMemory;
 use object_store::path::Path;
@@ -70,7 +70,8 @@ impl Ranks {
         step: u64,
         rows: Vec<Option<SavedShards>>,
     ) -> Result<String, String> {
-        let owned = |SavedShards { of_ranks, owned }| (of_ranks, SavedPart::Rows(owned));
+        let part = |owned| SavedPart::Rows(owned, ComparedShards::default());
+        let owned = |SavedShards { of_ranks, owned }| (of_ranks, part(owned));
         self.write_with(step, rows.into_iter().map(|rows| rows.map(owned)).collect())
     }
 

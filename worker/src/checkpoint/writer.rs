@@ -207,7 +207,7 @@ impl CheckpointWriter {
         let rows_of_ranks = rows_of_ranks.unwrap_or_default();
         let rows = owned.map(|owned| {
             let mut bases = VecDeque::new();
-            if matches!(owned, SavedPart::Rows(_)) {
+            if matches!(owned, SavedPart::Rows(..)) {
                 // It may be the second try of a checkpoint.
                 self.bases.retain(|base| *base != name);
                 bases.clone_from(&self.bases);
@@ -295,13 +295,16 @@ impl WriterThread {
             }
             Request::Prepare { floats } => reply(Reply::Buffer(zeros(floats))),
             Request::Write { name, part, patience } => {
-                let RankPart { file, header, floats, rows } = *part;
+                let RankPart { file, header, floats, mut rows } = *part;
                 let began = Instant::now();
+                // First, as a step copies what it changes and this thread needs.
+                let balance = rows.as_mut().map_or(0, |rows| rows.owned.take_balance());
                 let floats = Arc::new(floats);
                 let written = self.write(&format!("{name}/{file}"), header, &floats, patience);
                 let result = written.and_then(|written| {
                     let rows = rows.map(|rows| self.write_rows(&name, rows, patience));
-                    Ok(Written { rows: rows.transpose()?, ..written })
+                    let rows = rows.transpose()?.map(|rows| WrittenRows { balance, ..rows });
+                    Ok(Written { rows, ..written })
                 });
                 let ms = began.elapsed().as_millis() as u64;
                 match result {

@@ -41,6 +41,8 @@ pub struct CheckpointHeader {
     pub at: Option<(u64, Part)>,
     /// Digest of the rank's whole state at that step, once it is known.
     pub digest: Option<u64>,
+    /// Step of a checkpoint whose shards and their copies differ.
+    pub differs: Option<u64>,
     /// Step of the newest complete checkpoint.
     pub complete: Option<u64>,
     /// Step of the newest checkpoint that could not be written, and whether it was tried as the
@@ -73,18 +75,21 @@ pub struct Written {
     pub bytes: u64,
     /// XXH3 digest of the file, 128 bits.
     pub digest: u128,
-    /// The rank's file of rows, if there are tables.
+    /// The rank's file of rows, if there are tables, or of chunks.
     pub rows: Option<WrittenRows>,
 }
 
-/// The written rows of a rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// The written rows of a rank, or chunks of the optimizer's state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WrittenRows {
     pub bytes: u64,
     /// XXH3 digest of the file's index, which holds the digests of the rest.
     pub digest: u128,
     /// Sum of the touches of the rows.
     pub touches: u64,
+    /// The sum, modulo 2^64, of the digests of the shards that the rank owns, once for each copy of
+    /// another rank, less those of its own copies: 0 over all ranks, if all copies are equal.
+    pub balance: u64,
     /// Step and generation of the checkpoint since which the file has the changes; `None`: it has
     /// all rows.
     pub base: Option<(u64, u64)>,
@@ -180,6 +185,8 @@ pub struct Checkpoints {
     ends_since: Option<Duration>,
     waits_since: Option<Duration>,
     current: Option<Current>,
+    /// Step of the checkpoint in progress, if its shards and their copies differ.
+    differs: Option<u64>,
     /// Step of the checkpoint of a state that has been given up, whose manifest this rank is still
     /// writing.
     forgotten: Option<u64>,
@@ -206,6 +213,7 @@ impl Checkpoints {
             ends_since: None,
             waits_since: None,
             current: None,
+            differs: None,
             forgotten: None,
             tasks: VecDeque::new(),
             copy_us: 0,
@@ -240,6 +248,7 @@ impl Checkpoints {
             hangs: self.hangs(),
             at: self.current.as_ref().map(|current| (current.step, current.mine)),
             digest: self.current.as_ref().and_then(|current| current.my_digest),
+            differs: self.differs,
             complete: self.complete,
             failed: self.failed,
             interval_base: self.interval_base,
@@ -294,6 +303,12 @@ impl Checkpoints {
         let parts: Option<Vec<Written>> = current.parts.iter().copied().collect();
         // Each part is of one rank's state, so a checkpoint of states that differ is none.
         if let Some(parts) = parts.filter(|_| !current.committing && current.is_verified()) {
+            // All ranks learn of it from the next headers, those that have joined since, too.
+            let balances = parts.iter().filter_map(|part| part.rows).map(|rows| rows.balance);
+            if balances.fold(0, u64::wrapping_add) != 0 {
+                self.differs = Some(current.step);
+                return;
+            }
             current.committing = true;
             if current.members[0] == self.me {
                 self.write = Some(Write::of(current.step));
@@ -375,6 +390,7 @@ impl Checkpoints {
         let writes = |current: &Current| current.committing && current.members[0] == self.me;
         let manifest = self.current.take().filter(writes).map(|current| current.step);
         self.forgotten = manifest.or(self.forgotten);
+        self.differs = None;
         (self.interval_base, self.complete, self.failed) = (0, None, None);
         (self.interval_began, self.overdue) = (None, false);
     }

@@ -84,6 +84,10 @@ pub(super) fn compare_rounds(headers: &[StepHeader], step: u64) -> Option<(Verdi
         let failing = (0..headers.len()).collect();
         return Some((Verdict { failing, has_majority: false }, Found::Step));
     }
+    if let Some(of) = headers.iter().find_map(|h| h.checkpoint.differs) {
+        let failing = (0..headers.len()).collect();
+        return Some((Verdict { failing, has_majority: false }, Found::Copies(of)));
+    }
     let wholes = || headers.iter().filter_map(|h| h.checkpoint.whole());
     let newest = wholes().map(|(step, _)| step).max()?;
     let whole = |h: &StepHeader| match h.checkpoint.whole() {
@@ -114,6 +118,8 @@ pub enum Found {
     Sync,
     /// By the whole state at this step.
     Whole(u64),
+    /// By all divided shards at this step, and their copies.
+    Copies(u64),
 }
 
 /// Ranks of one group hold different states. The step is not applied, and the links are to be left.
@@ -195,7 +201,7 @@ impl StateMismatch {
         let is_one = self.verdict.has_majority && self.verdict.failing.len() == 1;
         let what = match self.found {
             Found::Audit(_) => "worker",
-            Found::Step | Found::Sync | Found::Whole(_) => "replica",
+            _ => "replica",
         };
         if self.members.len() == 1 {
             "it contradicts itself, which speaks for a fault of its host's memory or processor; if \
@@ -207,7 +213,7 @@ impl StateMismatch {
                 "{same}one {what} alone differs, which speaks for a fault of its host's memory or \
                  processor; if it happens again at once, the model is not deterministic"
             )
-        } else if self.members.len() == 2 {
+        } else if self.members.len() == 2 || matches!(self.found, Found::Copies(_)) {
             format!(
                 "{same}either host may have a fault of its memory or processor; if it happens \
                  again at once, the model is not deterministic: its methods must depend on their \
@@ -231,6 +237,7 @@ impl fmt::Display for StateMismatch {
             Found::Step => format!("the digests of a part of the state at step {}", self.step),
             Found::Sync => format!("the digests at step {}, as a group formed", self.step),
             Found::Whole(step) => format!("the digests of the whole state at step {step}"),
+            Found::Copies(step) => format!("the digests of shards and their copies at step {step}"),
         };
         let names = self.names(failing);
         if *has_majority {
@@ -320,6 +327,15 @@ mod tests {
         assert_eq!(found(&[&wrong, &right_copy]), verdict(&[0, 1], false));
         assert_eq!(found(&[&right_copy, &right_copy, &wrong_copy]), verdict(&[0, 1, 2], false));
         assert_eq!(found(&[&right, &right_copy, &right_copy]), None);
+    }
+
+    #[test]
+    fn no_rank_keeps_a_state_whose_shards_differ_from_their_copies() {
+        let mut headers = vec![StepHeader::default(); 3];
+        assert_eq!(compare_rounds(&headers, 0), None);
+        headers[2].checkpoint.differs = Some(7);
+        let found = compare_rounds(&headers, 0).unwrap();
+        assert_eq!(found, (verdict(&[0, 1, 2], false).unwrap(), Found::Copies(7)));
     }
 
     fn mismatch(programs: &[u64], failing: &[usize], has_majority: bool) -> StateMismatch {

@@ -86,11 +86,11 @@ impl<M: Model> Trainer<'_, M> {
                     let shard = OwnShard { step, generation, rank, world_size, patience };
                     let rows = self.tables.as_ref().map(|tables| {
                         let SavedShards { of_ranks, owned } = tables.save(step);
-                        (of_ranks, SavedPart::Rows(owned))
+                        (of_ranks, SavedPart::Rows(owned, tables.compared()))
                     });
                     let chunks = self.sharded.as_ref().map(|sharded| {
                         let (of_ranks, owned) = sharded.chunks().save();
-                        (of_ranks, SavedPart::Chunks(owned))
+                        (of_ranks, SavedPart::Chunks(owned, sharded.chunks().compared()))
                     });
                     store.write(shard, state.record(), (&parameters, &slots), rows.or(chunks));
                     // A copy of one rank's memory proves nothing about the others'.

@@ -15,8 +15,8 @@ use std::time::Duration;
 use elasticdl_collective::{CollectiveError, Communicator};
 use elasticdl_proto::{Generation, OnRowsLost, RecordRange, WorkerId, WorkerOptions};
 use elasticdl_tables::{
-    BatchRows, Ids, InvalidRows, LostShards, Member, Owned, OwnedHeader, OwnedSize, Placement,
-    Recovery, RowGradients, SHARDS, SavedShards, Settings, StepCommit, Table,
+    BatchRows, ComparedShards, Ids, InvalidRows, LostShards, Member, Owned, OwnedHeader, OwnedSize,
+    Placement, Recovery, RowGradients, SHARDS, SavedShards, Settings, StepCommit, Table,
 };
 use serde::{Deserialize, Serialize};
 
@@ -193,6 +193,11 @@ impl RowTables {
             "a checkpoint is of rows and parameters of a step"
         );
         self.owned.save()
+    }
+
+    /// The rows that this rank and others hold, after the last step.
+    pub(super) fn compared(&self) -> ComparedShards {
+        self.owned.compared()
     }
 
     /// The group gives up its state, with the rows, or a checkpoint if no rows are `lost`.

@@ -43,7 +43,7 @@ pub use self::owned::contents::{HeldRow, OwnedSize};
 pub use self::owned::look_ahead::Answered;
 pub use self::owned::recovery::{LostShards, OwnedHeader, Recovery};
 pub use self::owned::round::StepCommit;
-pub use self::owned::saved::{SavedShard, SavedShards};
+pub use self::owned::saved::{ComparedShards, SavedShard, SavedShards};
 pub use self::owned::{Content, Owned, Ownership, SHARDS, Settings};
 pub use self::placement::{Member, Placement, ShardCopy, shard_of};
 pub use self::shard::Shard;

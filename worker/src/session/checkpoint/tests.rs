@@ -18,6 +18,8 @@ struct Ranks {
     stops: bool,
     /// A rank whose state differs.
     differing: Option<usize>,
+    /// A rank one of whose shards differs from its copy.
+    uneven: Option<usize>,
 }
 
 impl Ranks {
@@ -30,6 +32,7 @@ impl Ranks {
             hung: Vec::new(),
             stops: false,
             differing: None,
+            uneven: None,
         }
     }
 
@@ -69,7 +72,9 @@ impl Ranks {
         match &task {
             Some(Task::Write { step, .. }) => {
                 checkpoints.copied(Duration::ZERO, digest);
-                checkpoints.wrote(*step, succeeds.then_some(PART).ok_or(()))
+                let balance = u64::from(self.uneven == Some(rank));
+                let rows = self.uneven.map(|_| WrittenRows { balance, ..WrittenRows::default() });
+                checkpoints.wrote(*step, succeeds.then_some(Written { rows, ..PART }).ok_or(()))
             }
             Some(Task::Commit { step, parts }) => {
                 assert!(rank == 0 && parts.iter().all(|part| *part == PART));
@@ -467,6 +472,22 @@ fn a_checkpoint_of_states_that_differ_never_becomes_complete() {
         ranks.differing = Some(differing);
         ranks.step_to(30);
         assert_eq!((&*ranks.begun, ranks.complete()), (&[10][..], vec![None; 3]), "{differing}");
+    }
+}
+
+#[test]
+fn a_checkpoint_whose_shards_differ_from_their_copies_never_becomes_complete_and_all_learn_of_it() {
+    for uneven in 0..3 {
+        let mut ranks = Ranks::new(3, steps(10));
+        ranks.uneven = Some(uneven);
+        ranks.step_to(9);
+        assert!(ranks.headers().iter().all(|header| header.differs.is_none()));
+        ranks.step_to(30);
+        assert_eq!((&*ranks.begun, ranks.complete()), (&[10][..], vec![None; 3]), "{uneven}");
+        assert!(ranks.headers().iter().all(|header| header.differs == Some(10)));
+        // A state that has been given up does not count.
+        ranks.ranks[0].1.forget();
+        assert_eq!(ranks.headers()[0].differs, None);
     }
 }
 

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
 use super::round::StepCommit;
-use super::saved::SavedShard;
+use super::saved::{ComparedShards, SavedShard};
 use super::{Committed, Content, Ownership, Settings};
 use crate::placement::Member;
 use crate::wire::{InvalidRows, Message, put, put_u32};
@@ -348,6 +348,14 @@ impl Chunks {
         let staged = self.staged.iter().flat_map(|staged| staged.gradients.sums.values());
         let floats = self.held().map(|(_, slots)| slots.len()).chain(staged.map(Vec::len));
         floats.sum::<usize>() * size_of::<f32>()
+    }
+}
+
+impl ComparedShards<Vec<f32>> {
+    /// The sum, modulo 2^64, of the digests of the chunks that a worker owns, once for each copy of
+    /// another worker, less those of its own copies: 0 over all workers, if all are equal.
+    pub fn balance(self) -> u64 {
+        self.balance_of(|chunk, slots| digest(chunk, slots))
     }
 }
 

@@ -24,6 +24,10 @@ pub struct SavedShard<S = Shard> {
     pub(crate) shard: Arc<S>,
 }
 
+/// The shards of a worker of which there are copies, as of a step: holders of a shard compare them.
+#[derive(Clone, Debug)]
+pub struct ComparedShards<S = Shard>(Vec<(SavedShard<S>, u64)>);
+
 impl<C: Content> Ownership<C> {
     /// The shards that this worker holds when a group of these members starts, whether anew or from
     /// a checkpoint.
@@ -67,6 +71,49 @@ impl<C: Content> Ownership<C> {
             SavedShard { number, shard }
         };
         self.owned_shards().map(saved).collect()
+    }
+
+    /// What this worker and the other holders of its shards compare, as of the last commit. Later
+    /// commits do not change it.
+    ///
+    /// # Panics
+    /// The worker is in no group.
+    pub fn compared(&self) -> ComparedShards<C::Shard> {
+        let placement = &self.group().placement;
+        let weighed = |(number, shard): (u32, &Arc<C::Shard>)| {
+            let shard = SavedShard { number, shard: Arc::clone(shard) };
+            match placement.holders(number) {
+                [owner, copies @ ..] if *owner == self.me => Some((shard, copies.len() as u64)),
+                [_, copies @ ..] if copies.contains(&self.me) => Some((shard, u64::MAX)),
+                _ => None,
+            }
+        };
+        ComparedShards(self.held().filter_map(weighed).filter(|(_, weight)| *weight > 0).collect())
+    }
+}
+
+impl<S> ComparedShards<S> {
+    /// `digest`: of a shard, by its number. A shard is free as soon as it is counted.
+    pub(super) fn balance_of(self, digest: impl Fn(u32, &S) -> u64) -> u64 {
+        let of_shard = |(SavedShard { number, shard }, weight): (SavedShard<S>, u64)| {
+            digest(number, &shard).wrapping_mul(weight)
+        };
+        self.0.into_iter().map(of_shard).fold(0, u64::wrapping_add)
+    }
+}
+
+impl<S> Default for ComparedShards<S> {
+    fn default() -> Self {
+        Self(Vec::new())
+    }
+}
+
+impl ComparedShards {
+    /// The sum, modulo 2^64, of the digests of the shards that a worker owns, once for each copy of
+    /// another worker, less those of its own copies: 0 over all workers, if all are equal.
+    pub fn balance(self) -> u64 {
+        // Equal rows in another shard have another digest.
+        self.balance_of(|number, rows| rows.digest().wrapping_mul(2 * u64::from(number) + 1))
     }
 }
 

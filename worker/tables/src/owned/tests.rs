@@ -104,6 +104,12 @@ fn stage_computed(
 fn commit(group: &mut [Owned], generation: u64) {
     let commit = StepCommit { generation, divisor: 3.0, is_applied: true };
     assert!(group.iter_mut().all(|worker| worker.commit(commit)));
+    assert_eq!(balance(group), 0, "all copies are equal");
+}
+
+/// What the workers have compared.
+fn balance(group: &[Owned]) -> u64 {
+    group.iter().map(|worker| worker.compared().balance()).fold(0, u64::wrapping_add)
 }
 
 /// The workers, of which all but a joiner hold rows of `step`, form another group.
@@ -262,6 +268,22 @@ fn a_step_reads_rows_exactly_as_many_commits_old_as_the_lag_is() {
         }
     }
     assert!(kept > 4);
+}
+
+#[test]
+fn a_shard_that_differs_from_its_copies_is_found() {
+    let mut group = group(3);
+    let before = group.clone();
+    stage(&mut group, touch);
+    commit(&mut group, 1);
+    for (rank, worker) in before.iter().enumerate() {
+        for (number, shard) in worker.held() {
+            let mut wrong = group.clone();
+            let shards = &mut wrong[rank].committed.as_mut().unwrap().shards;
+            let right = shards.insert(number, Arc::clone(shard)).unwrap();
+            assert_eq!(balance(&wrong) != 0, right.rows() > 0, "shard {number} of rank {rank}");
+        }
+    }
 }
 
 #[test]

@@ -107,6 +107,8 @@ fn step(ranks: &mut [Rank], generation: u64) {
     copy_chunks(ranks);
     ranks.iter_mut().for_each(|rank| rank.stage(step));
     assert!(ranks.iter_mut().all(|rank| rank.commit(generation)));
+    let balance = ranks.iter().map(|rank| rank.chunks.compared().balance());
+    assert_eq!(balance.fold(0, u64::wrapping_add), 0, "all copies are equal");
     gather(ranks);
 }
 
