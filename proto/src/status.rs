@@ -341,6 +341,7 @@ pub(crate) mod tests {
         Status {
             job: "mnist".into(),
             run_id: "00000000-0000-0000-0000-000000000007".into(),
+            audit: None,
             state: "running".into(),
             progress: 0.375,
             generation: Generation(2),
