@@ -94,6 +94,9 @@ pub trait Bridge {
     /// The program has failed.
     fn gathered(&mut self, loads: bool) -> Result<(), UserError>;
 
+    /// The worker gives its state up, and with it that of the program.
+    fn forget(&mut self);
+
     /// Whether the program has failed by what no worker accepts.
     fn is_refused(&self) -> bool;
 

@@ -125,8 +125,8 @@ impl Shared {
 pub(super) struct CallChannel {
     calls: Sender<Call>,
     replies: Receiver<Result<Reply, String>>,
-    /// Whether this worker has computed a gradient. From then on its state changes by updates
-    /// alone; before, it may be replaced at any time.
+    /// Whether this worker has computed a gradient of its state. From then on that changes by
+    /// updates alone, until it is given up; before, it may be replaced at any time.
     has_computed: bool,
     /// Whether the program has the state that this worker had at its first gradient.
     is_loaded: bool,
@@ -143,6 +143,11 @@ impl CallChannel {
         self.is_loaded = self.has_computed;
         self.send(Call::Update(Change { loads, ..change }))?;
         self.receive().map(drop)
+    }
+
+    /// The worker gives its state up: the program loads the next one.
+    fn forget(&mut self) {
+        (self.has_computed, self.is_loaded) = (false, false);
     }
 
     fn send(&self, call: Call) -> Result<(), UserError> {
@@ -535,6 +540,10 @@ impl Bridge for ExternalModel {
         let channel = self.channel();
         channel.send(Call::Gathered { loads })?;
         channel.receive().map(drop)
+    }
+
+    fn forget(&mut self) {
+        self.channel().forget();
     }
 
     fn is_refused(&self) -> bool {

@@ -12,7 +12,8 @@ use elasticdl_collective::testing::LocalRank;
 use elasticdl_data::{Predictions, Purpose};
 use elasticdl_tables::{BatchRows, Initialization, RowOptimizer, Table};
 
-use super::calls::{Call, Reply, Sums};
+use super::calls::{Call, Change, Reply, Sums};
+use super::lent::{Lent, LentMut};
 use super::memory::Taken;
 use super::model::{Batch, CallChannel, ExternalModel};
 use super::*;
@@ -294,6 +295,45 @@ fn what_is_computed_again_leaves_nothing_behind() {
     }
     drop(model);
     assert_eq!(program.join().unwrap(), expected);
+}
+
+#[test]
+fn a_program_loads_the_state_again_that_follows_one_that_was_given_up() {
+    let ((calls, from_trainer), (to_trainer, replies)) = (channel(), channel());
+    let program = thread::spawn(move || {
+        let mut loaded = Vec::new();
+        while let Ok(call) = from_trainer.recv() {
+            let (loads, reply) = match call {
+                Call::Gradient { loads, .. } => (loads, Reply::Gradient(Sums::default())),
+                Call::Update(Change { loads, .. }) => (loads, Reply::Done),
+                other => panic!("{other:?}"),
+            };
+            loaded.push(loads);
+            to_trainer.send(Ok(reply)).unwrap();
+        }
+        loaded
+    });
+    let shape = Shape { tensors: vec![NamedTensor::new("pair", [2])], ..Shape::default() };
+    let channel = CallChannel::new(calls, replies);
+    let mut model = ExternalModel::new(shape, Taken::default(), channel, Arc::default());
+    let step = |model: &mut ExternalModel, updates: bool| {
+        let (mut sum, mut parameters) = ([0.0; 2], [0.0; 2]);
+        let records = vec![Record { epoch: 0, number: 7 }];
+        let batch = Batch { purpose: Purpose::Train, records };
+        model.gradients(&[], batch, &mut Gradients::new(&mut sum, 1)).unwrap();
+        let lent = (Lent::new(&sum), LentMut::new(&mut parameters), LentMut::new(&mut []));
+        let change = Change::new((1, 1), lent.0, lent.1, lent.2);
+        updates.then(|| model.channel().change(change).unwrap());
+    };
+    [true, true].map(|updates| step(&mut model, updates));
+    model.forget();
+    // What it has computed from is given up before it is updated, too.
+    step(&mut model, false);
+    model.forget();
+    [true, true].map(|updates| step(&mut model, updates));
+    drop(model);
+    let first = [true, true, false, false];
+    assert_eq!(program.join().unwrap(), [&first[..], &[true], &first].concat());
 }
 
 #[test]

@@ -135,6 +135,9 @@ impl<M: Model> Trainer<'_, M> {
         let lost = lost.map(|shards| LostRows { step, shards, row_touches });
         self.tables.iter_mut().for_each(|tables| tables.go_back(lost));
         self.sharded.iter_mut().for_each(|sharded| sharded.go_back(lost));
+        if let Some(bridge) = self.model.as_bridge() {
+            bridge.forget();
+        }
         // Joining workers would go on with the state that the group gives up.
         self.donor.dismiss();
         self.session.go_back();
