@@ -40,7 +40,7 @@ def available():
     if importlib.util.find_spec("torchft") is None:
         print("torchft is not installed, and left out (pip install torchft)")
     names = [name for name in SYSTEMS if hasattr(SYSTEMS[name], "join")]
-    names.remove("elasticdl-spare")
+    names = [name for name in names if name not in ("elasticdl-spare", "elasticdl-tables")]
     return [name for name in names if name != "torchft" or importlib.util.find_spec(name)]
 
 

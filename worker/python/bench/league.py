@@ -52,7 +52,8 @@ def main():
 
 def is_installed(name):
     """Whether a system can be measured here."""
-    module = {"torchft": "torchft", "ray": "ray.train", "jax": "jax"}.get(name, "torch")
+    modules = {"torchft": "torchft", "ray": "ray.train", "jax": "jax", "torchrec": "torchrec"}
+    module = modules.get(name, "torch")
     found = importlib.util.find_spec(module.split(".")[0]) is not None
     if not found:
         print(f"{name} is not installed, and left out", file=sys.stderr)

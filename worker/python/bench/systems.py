@@ -1,4 +1,4 @@
-"""How a program is started with elasticdl, torchrun, torchft, Ray Train and JAX."""
+"""How a program is started with elasticdl, torchrun, torchft, Ray Train, JAX and TorchRec."""
 
 import os
 import pathlib
@@ -50,9 +50,11 @@ class Elastic:
         self.folder = f"{folder}/job"
 
     def commands(self):
+        return [elastic(self.first, [self.program, *self.arguments], *self.options())]
+
+    def options(self):
         options = ["--max-workers", str(self.count), "--job-dir", self.folder]
-        options += ["--spares", str(self.spares), "--checkpoint-every", "10"]
-        return [elastic(self.first, [self.program, *self.arguments], *options)]
+        return [*options, "--spares", str(self.spares), "--checkpoint-every", "10"]
 
     def join(self, _):
         return [ELASTICDL, "scale", self.folder, "--num-workers", str(self.count)]
@@ -62,6 +64,24 @@ class ElasticWithSpare(Elastic):
     """A job that keeps a worker more, which takes the place of a lost one."""
 
     spares = 1
+
+
+class ElasticWithTables(Elastic):
+    """A job whose model has embedding tables. No worker has all of their rows, so the counts are
+    read from the exported model."""
+
+    program = "count_elastic_tables.py"
+
+    def commands(self):
+        (job,) = super().commands()
+        records, path, _ = self.arguments
+        return [[sys.executable, HERE / "count_exported.py", self.export(), records, path, *job]]
+
+    def options(self):
+        return [*super().options(), "--export", self.export()]
+
+    def export(self):
+        return f"{self.folder}.safetensors"
 
 
 class Torchrun:
@@ -108,6 +128,12 @@ class TorchrunOnOneNode:
 
     def commands(self):
         return [self.command]
+
+
+class Torchrec(TorchrunOnOneNode):
+    """The same for a model with embedding tables, which TorchRec spreads over the workers."""
+
+    program = "count_torchrec.py"
 
 
 class Torchft:
@@ -163,4 +189,5 @@ SYSTEMS = {
     **{"elasticdl": Elastic, "elasticdl-spare": ElasticWithSpare},
     **{"torchrun": Torchrun, "torchrun-node": TorchrunOnOneNode},
     **{"torchft": Torchft, "ray": Ray, "jax": Jax},
+    **{"elasticdl-tables": ElasticWithTables, "torchrec": Torchrec},
 }

@@ -79,9 +79,44 @@ class Counts(torch.nn.Module):
 
     def write(self, path):
         """Writes how often each record was counted, as numbers of 32 bits."""
-        new = f"{path}.{os.getpid()}"
-        self.counts.detach().numpy().tofile(new)
-        os.replace(new, path)
+        write_counts(path, self.counts.detach())
+
+
+class CountsInTables(Counts):
+    """``Counts`` with embedding tables: record ``i`` also adds 1 to number ``i // ROWS`` of row
+    ``i % ROWS`` of each table.
+
+    ``tables`` is a module that returns the rows ``[records, TABLES, DIM]`` of ids ``[records]``.
+    """
+
+    def __init__(self, records, tables):
+        super().__init__(records)
+        if records > ROWS * DIM:
+            raise ValueError(f"{records} records; the tables have room for {ROWS * DIM}")
+        self.tables = tables
+
+    def forward(self, indices):
+        rows = self.tables(indices % ROWS)
+        numbers = rows[torch.arange(len(indices)), :, indices // ROWS]
+        return super().forward(indices) - numbers.sum()
+
+
+def write_worst_counts(path, counts, tables):
+    """Writes, of the numbers that count a record, the one farthest from 1: a record that only one
+    of the tables ``[ROWS, DIM]`` lacks is lost."""
+    of_tables = [table.t().flatten()[: len(counts)] for table in tables]
+    counts = torch.stack([counts, *of_tables]).round()
+    least, most = counts.min(0).values, counts.max(0).values
+    write_counts(path, torch.where(least < 1, least, most))
+
+
+def write_counts(path, counts):
+    """Replaces the file as a whole."""
+    new = f"{path}.{os.getpid()}"
+    counts.numpy().tofile(new)
+    os.replace(new, path)
 
 
 WARM_UP = 5
+# The tables hold 6.4 MB.
+TABLES, ROWS, DIM = 4, 25_000, 16
