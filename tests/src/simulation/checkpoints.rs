@@ -5,7 +5,7 @@
 //! its ledger counts the same records as its parameters.
 
 use elasticdl::machine::{Completion, OwnShard};
-use elasticdl::session::checkpoint::Written;
+use elasticdl::session::checkpoint::{Written, WrittenRows};
 use elasticdl::session::header::StateRecord;
 
 use super::clock::Micros;
@@ -54,7 +54,8 @@ impl World {
         let completion = match work {
             CheckpointWork::Part { key, rank, part } => {
                 let bytes = part.parameters.len() as u64;
-                let written = Written { bytes, ..Written::default() };
+                let rows = WrittenRows { balance: part.balance, ..WrittenRows::default() };
+                let written = Written { bytes, rows: Some(rows), ..Written::default() };
                 self.checkpoint_store.parts.entry(key).or_default().insert(rank, part);
                 let result = if fails { Err(failed()) } else { Ok(written) };
                 Completion::Written { step: key.0, result }

@@ -451,17 +451,18 @@ impl CheckpointStore for SimulatedCheckpoints {
         let OwnShard { rank, world_size, .. } = shard;
         let at = |rank: usize| parameters.len() * rank / world_size;
         let parameters = super::model::counts(&parameters[at(rank)..at(rank + 1)]);
-        let of_rank = |(of_ranks, owned): (Vec<Vec<u32>>, SavedPart)| {
+        let of_rank = |(of_ranks, mut owned): (Vec<Vec<u32>>, SavedPart)| {
+            let balance = owned.take_balance();
             let shards: Vec<Vec<u8>> = match owned {
-                SavedPart::Chunks(chunks) => {
+                SavedPart::Chunks(chunks, _) => {
                     chunks.into_iter().map(|chunk| chunk.encode()).collect()
                 }
-                SavedPart::Rows(rows) => rows.into_iter().map(|shard| shard.encode()).collect(),
+                SavedPart::Rows(rows, _) => rows.into_iter().map(|shard| shard.encode()).collect(),
             };
-            of_ranks[rank].iter().copied().zip(shards).collect()
+            (of_ranks[rank].iter().copied().zip(shards).collect(), balance)
         };
-        let rows = owned.map(of_rank).unwrap_or_default();
-        let part = Part { parameters, rows };
+        let (rows, balance) = owned.map(of_rank).unwrap_or_default();
+        let part = Part { parameters, rows, balance };
         act(move |world, thread| world.write_checkpoint(thread.p, shard, state, part));
     }
 

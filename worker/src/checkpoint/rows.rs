@@ -44,7 +44,7 @@ pub enum SavedPart {
 
 impl SavedPart {
     /// The rank's [`WrittenRows::balance`]. What it compares is free then.
-    pub(super) fn take_balance(&mut self) -> u64 {
+    pub fn take_balance(&mut self) -> u64 {
         match self {
             Self::Chunks(_, compared) => mem::take(compared).balance(),
             Self::Rows(_, compared) => mem::take(compared).balance(),

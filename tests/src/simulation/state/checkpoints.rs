@@ -33,6 +33,8 @@ pub(crate) enum CheckpointWork {
 pub(crate) struct Part {
     pub(crate) parameters: Vec<u8>,
     pub(crate) rows: SavedRows,
+    /// Of the shards, see [`WrittenRows::balance`](elasticdl::session::checkpoint::WrittenRows).
+    pub(crate) balance: u64,
 }
 
 /// Shards of tables, by number.
