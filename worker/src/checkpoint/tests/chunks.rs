@@ -19,14 +19,14 @@ fn write(storage: &Storage, shards_optimizer: bool) -> Result<String, String> {
     let of_ranks = [vec![0, 2], vec![1]];
     let owned = of_ranks.clone().map(|owned| {
         let cut = |&chunk: &u32| fingerprint.layout().cut(chunk, &slots);
-        let owned = part(owned.iter().map(cut).collect());
+        let owned = without_copies(owned.iter().map(cut).collect());
         shards_optimizer.then(|| (of_ranks.to_vec(), owned))
     });
     Ranks::new(storage, fingerprint, 2, 3).write_with(30, owned.to_vec())
 }
 
-/// These chunks, of which there are no copies.
-fn part(owned: Vec<SavedChunk>) -> SavedPart {
+/// A part of these chunks, of which there are no copies.
+fn without_copies(owned: Vec<SavedChunk>) -> SavedPart {
     SavedPart::Chunks(owned, ComparedShards::default())
 }
 
@@ -88,7 +88,7 @@ fn chunks_with_the_parameters_are_read_exactly_by_jobs_of_each_kind_and_made_of_
     let cut = |chunk: u32| fingerprint.layout().cut(chunk, &whole);
     let of_ranks = vec![vec![0, 2], vec![1]];
     let owned = [vec![cut(0), cut(2)], vec![cut(1)]];
-    let owned = owned.map(|owned| Some((of_ranks.clone(), part(owned))));
+    let owned = owned.map(|owned| Some((of_ranks.clone(), without_copies(owned))));
     let name = Ranks::new(&storage, half_job(), 2, 3).write_with(30, owned.to_vec()).unwrap();
     assert_eq!(step_of(&begin(&job(false), Some(&storage), None)), Some(30));
     let (expected, _) = state(&job(true), 30);
@@ -133,7 +133,7 @@ fn a_state_that_is_divided_in_part_is_read_by_jobs_whose_state_is() {
     let cut = |chunk: u32| fingerprint.layout().cut(chunk, divided);
     let of_ranks = vec![vec![0, 2], vec![1]];
     let owned = [vec![cut(0), cut(2)], vec![cut(1)]];
-    let owned = owned.map(|owned| Some((of_ranks.clone(), part(owned))));
+    let owned = owned.map(|owned| Some((of_ranks.clone(), without_copies(owned))));
     let name = Ranks::new(&storage, job_of_program(), 2, 3).write_with(30, owned.to_vec()).unwrap();
     let locations = locations(&storage);
     let (mut parameters, mut read) = (vec![f32::NAN; 10_000], vec![f32::NAN; 40]);
@@ -206,7 +206,7 @@ fn a_state_that_is_not_finite_is_not_written() {
     let fingerprint = job(true);
     let slots = vec![f32::NAN; 20_000];
     let cut = [0, 1, 2].map(|chunk| fingerprint.layout().cut(chunk, &slots));
-    let owned = Some((vec![vec![0, 1, 2]], part(cut.to_vec())));
+    let owned = Some((vec![vec![0, 1, 2]], without_copies(cut.to_vec())));
     let written = Ranks::new(&storage, fingerprint, 1, 3).write_with(30, vec![owned]);
     assert!(written.unwrap_err().contains("the optimizer's state contains a NaN"));
 }
@@ -271,7 +271,7 @@ fn a_state_that_says_what_lies_where_is_read_by_jobs_in_which_it_lies_elsewhere(
     let saved = state(&job, 30).1;
     let owned = |owned: &[u32]| {
         let cut = |&chunk: &u32| job.layout().cut(chunk, &saved[..19_800]);
-        part(owned.iter().map(cut).collect())
+        without_copies(owned.iter().map(cut).collect())
     };
     let of_ranks = vec![vec![2], vec![0, 1]];
     let parts = of_ranks.iter().map(|chunks| Some((of_ranks.clone(), owned(chunks)))).collect();
