@@ -341,7 +341,7 @@ pub(crate) mod tests {
         Status {
             job: "mnist".into(),
             run_id: "00000000-0000-0000-0000-000000000007".into(),
-            audit: None,
+            audit: Some(AuditSummary { steps: 6, disagreements: 1, workers_replaced: 2 }),
             state: "running".into(),
             progress: 0.375,
             generation: Generation(2),
@@ -500,6 +500,7 @@ pub(crate) mod tests {
             "from": 3, "from_host": "b", "to": 4, "to_host": "c", "host": "b", "limited": 0.75,
             "bytes_per_s": 1.5e6,
         });
+        expected["audit"] = json!({"steps": 6, "disagreements": 1, "workers_replaced": 2});
         expected["tables"] = json!({"rows": 30, "touches": 64, "shards_at_risk": 5});
         assert_eq!(json, expected);
         let read: Status = serde_json::from_value(json).unwrap();
@@ -535,6 +536,7 @@ pub(crate) mod tests {
             "autoscale",
             "allreduce_transport",
             "limiting_link",
+            "audit",
             "tables",
             "evaluated",
             "evaluated_best",
