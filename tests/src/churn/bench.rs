@@ -230,7 +230,7 @@ impl Bench {
     }
 
     fn wait_for(&mut self, what: &str, done: impl Fn(&Self) -> bool) -> Result<(), Box<dyn Error>> {
-        let deadline = Instant::now() + TIMEOUT;
+        let deadline = Instant::now() + TIMEOUT + TIMEOUT_PER_WORKER * self.workers as u32;
         loop {
             self.logs.refresh()?;
             if done(self) {
@@ -296,3 +296,5 @@ const POLL_INTERVAL: Duration = Duration::from_millis(10);
 const WORKERS_AT_ONCE: usize = 64;
 /// Limit of all waits.
 const TIMEOUT: Duration = Duration::from_secs(180);
+/// What is added for each worker: a thousand processes start and join on few cores.
+const TIMEOUT_PER_WORKER: Duration = Duration::from_millis(500);
