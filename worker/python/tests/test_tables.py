@@ -318,6 +318,11 @@ class Alone(unittest.TestCase):
         self.assertEqual(ended.stdout, "done\n", ended.stderr)
 
 
+def has_checkpoint(status):
+    known = status.get("checkpoints")
+    return bool(known and known["newest"])
+
+
 @needs_elasticdl
 class Jobs(unittest.TestCase):
     """Jobs with a master."""
@@ -446,6 +451,31 @@ for indices in job.batches(job.sampler(64), lambda indices: {"user": torch.tenso
             self.assertEqual(summary["row_touches"]["missing"], 0)
             digests.append(summary["digest"])
         self.assertEqual(digests[0], digests[1])
+
+    def test_a_job_whose_rows_are_lost_loads_its_checkpoint(self):
+        """With one copy of each row, a kill loses rows whenever it comes, and the worker that
+        remains goes back with the group, from a state with which it has computed."""
+        digests = []
+        for workers, seconds in (1, 0.0), (2, 0.05):
+            options = ["--deterministic", "--micro-batch", "8", "--min-workers", str(workers)]
+            options += ["--table-replicas", "1", "--checkpoint-every", "2"]
+            program = [HERE / "strict.py", "rows", seconds]
+            with RunningJob(program, workers=workers, batch=40, epochs=3, options=options) as job:
+                kills = 0
+                if workers > 1:
+                    # Both are members from the first step on.
+                    job.wait_for("a checkpoint", has_checkpoint)
+                    kills = job.survive_some(5, most=1)
+                self.assertEqual(job.wait(), 0, job.text())
+                summary, log = job.summary(), (job.path / "log").read_text()
+            digests.append(summary["digest"])
+            self.assertNotRegex(log, r"worker \d+ failed: ")
+            touches = summary["row_touches"]
+            self.assertEqual((touches["missing"], touches["repeated"]), (0, 0), log)
+        self.assertEqual(kills, 1, "too fast to be disturbed")
+        self.assertGreater(summary["rows_lost"]["count"], 0, log)
+        self.assertGreater(len(summary["checkpoints"]["restored"]), 0, log)
+        self.assertEqual(digests[0], digests[1], log)
 
     def test_the_example_is_trained(self):
         program = [HERE.parent / "examples" / "ctr.py"]
