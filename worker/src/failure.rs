@@ -20,7 +20,7 @@ pub(crate) struct Failure {
     pub(crate) fatal: bool,
     /// Whether it has exported the model beside the job's export.
     pub(crate) exported: bool,
-    /// Set if this worker gives up its state because replicas or results differ.
+    /// Set if this worker gives up its state because replicas or results differ, or has none.
     pub(crate) divergence: Option<Divergence>,
 }
 
@@ -54,6 +54,12 @@ impl Failure {
         let has_majority = mismatch.verdict.has_majority;
         let divergence = Some(Divergence { has_majority, by_audit });
         Self { divergence, ..Self::local(mismatch.to_string()) }
+    }
+
+    /// No worker of the group has a state to go on from: new ones begin.
+    pub(crate) fn without_state(error: String) -> Self {
+        let divergence = Some(Divergence { has_majority: false, by_audit: false });
+        Self { divergence, ..Self::local(error) }
     }
 
     /// The report to the master.

@@ -112,6 +112,7 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
             fed: None,
             sharded,
             source: None,
+            is_used: false,
             incoming: None,
             dial_limit: parts.dial_limit,
             inbox,

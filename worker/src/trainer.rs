@@ -65,6 +65,8 @@ pub(crate) struct Trainer<'a, M: Model> {
     pub(crate) fed: Option<fed::FedStep<M::Batch>>,
     /// `None` if each rank holds all of the optimizer's state.
     pub(crate) sharded: Option<ShardedOptimizer>,
+    /// Whether the memory of the state had another one than the initial one of this process.
+    pub(crate) is_used: bool,
     /// Link to the donor while this worker is joining.
     pub(crate) source: Option<Box<dyn machine::Receiver>>,
     /// Parts of the snapshot received so far, over this link and earlier ones.
@@ -311,6 +313,7 @@ impl<M: Model> Trainer<'_, M> {
                 self.session.tensors_broadcast(is_finite)?;
             }
             Broadcast::State => {
+                self.is_used = true;
                 // Those of a state that is older are gathered at the end of the repair.
                 if self.sharded.is_none() || self.session.receives_created() {
                     self.tensors.broadcast(root, Tensor::Parameters)?;

@@ -152,6 +152,7 @@ impl Training<'_> {
             fed: None,
             sharded,
             source: None,
+            is_used: false,
             incoming: None,
             dial_limit: options.worker_timeout.unwrap_or(DIAL_LIMIT).max(DIAL_LIMIT),
             inbox: &control.inbox,

@@ -4,6 +4,7 @@
 //!
 //! **Invariant:** while a group trains, its steps do not wait for the storage of a checkpoint.
 
+use std::mem;
 use std::time::Duration;
 
 use elasticdl_proto::{CheckpointNews, Evaluated, WorkerMessage};
@@ -123,13 +124,22 @@ impl<M: Model> Trainer<'_, M> {
         };
         let Checkpointing { store, best_metric, allows_mixed_builds, .. } = checkpoints;
         let seed = self.seed;
+        let is_used = mem::replace(&mut self.is_used, true);
+        // The initial values of a program are in this memory, and nowhere else.
+        let is_program = model.as_bridge().is_some();
         let restored = tensors.fill_state(|parameters, slots| {
+            let initial = (is_program && !is_used).then(|| parameters.to_vec());
             let restored = store.restore(parameters, slots, &mut damaged);
             let restored = restored.map_err(|error| match error {
                 RestoreError::Refused(error) => Failure::fatal(error),
                 RestoreError::Storage(error) => Failure::local(error),
             })?;
             if restored.is_none() {
+                if is_program && is_used {
+                    return Err(Failure::without_state(INITIAL_IS_GONE.into()));
+                }
+                // A damaged checkpoint may have been read in part.
+                initial.iter().for_each(|initial| parameters.copy_from_slice(initial));
                 slots.fill(0.0);
                 call_user("initialize()", || model.initialize(seed, parameters))
                     .map_err(Failure::fatal)?;
@@ -184,3 +194,8 @@ impl<M: Model> Trainer<'_, M> {
 
 /// The error of a write that hangs.
 const HANGS: &str = "the storage of checkpoints hangs: a write has not ended";
+
+/// A program's initial values are on no worker that had another state since.
+const INITIAL_IS_GONE: &str = "the state of the group is lost, no checkpoint can be read, and this \
+    program no longer has the values that it began with; all workers begin anew, from step 0 \
+    (`--checkpoint-every` says how much is lost at most)";

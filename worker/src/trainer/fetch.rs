@@ -129,11 +129,12 @@ impl<M: Model> Trainer<'_, M> {
     }
 
     fn take_part(&mut self, head: &StateMessageHeader) -> Result<(), FetchError> {
-        let Self { source, incoming, tensors, session, tables, .. } = self;
+        let Self { source, incoming, tensors, session, tables, is_used, .. } = self;
         let note: PartNote =
             header::decode(&head.note).ok_or_else(|| nonsense("a part that can't be read"))?;
         let (source, incoming) = expect(source, incoming)?;
         incoming.check(note, head.floats).map_err(|error| nonsense(&error))?;
+        *is_used = true;
         tensors.fill_part(note.from as usize, head.floats as usize, |part| {
             source.take(part).map_err(broke)?;
             if note.digest == donor::digest(part) {

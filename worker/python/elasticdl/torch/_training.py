@@ -342,8 +342,6 @@ class Training:
         """The parameters are in the flat memory since the beginning; those on a GPU are copied to
         the host."""
         del seed
-        if self._chunks is not None and self._worker.progress("step"):
-            raise RuntimeError(_NO_CHECKPOINT)
         before = self._inner if self._chunks is None else self._chunks.twin
         if before.state:
             # It was loaded before training, or made with the optimizer.
@@ -514,11 +512,6 @@ _CHANGED_AFTER = (
     "with --shard-optimizer a function on_commit of job.state() can't change parameters, as some "
     "workers may have called it, and others not, when a worker is lost; it changed {}. Train "
     "without --shard-optimizer, or let the loss keep parameters in their range"
-)
-_NO_CHECKPOINT = (
-    "both copies of a part of the optimizer's state are lost with their workers, and there is no "
-    "checkpoint to go back to, while the initial parameters are on no worker any more; start the "
-    "job with --checkpoint-dir, and more often with --checkpoint-every"
 )
 _ONE_SHARDED = (
     "a job with --shard-optimizer has one optimizer, and neither tables nor job.scaler(); start "
