@@ -4,7 +4,9 @@ import collections
 import csv
 import importlib.util
 import json
+import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -475,6 +477,42 @@ for indices in job.batches(job.sampler(64), lambda indices: {"user": torch.tenso
         self.assertEqual(kills, 1, "too fast to be disturbed")
         self.assertGreater(summary["rows_lost"]["count"], 0, log)
         self.assertGreater(len(summary["checkpoints"]["restored"]), 0, log)
+        self.assertEqual(digests[0], digests[1], log)
+
+    def test_a_job_whose_rows_are_lost_before_a_checkpoint_begins_anew(self):
+        """The memory of the worker that remains has values that were trained."""
+        digests = []
+        for workers, seconds in (1, 0.0), (2, 0.05):
+            options = ["--deterministic", "--micro-batch", "8", "--min-workers", str(workers)]
+            options += ["--table-replicas", "1", "--checkpoint-dir", "none"]
+            program = [HERE / "strict.py", "rows", seconds]
+            with RunningJob(program, workers=workers, batch=40, epochs=1, options=options) as job:
+                kills = job.survive_some(5, most=workers - 1)
+                self.assertEqual(job.wait(), 0, job.text())
+                summary, log = job.summary(), (job.path / "log").read_text()
+            digests.append(summary["digest"])
+        self.assertEqual(kills, 1, "too fast to be disturbed")
+        self.assertRegex(log, "all workers begin anew")
+        self.assertEqual(digests[0], digests[1], log)
+
+    def test_a_job_whose_only_checkpoint_is_damaged_begins_from_the_initial_values(self):
+        digests = []
+        for damages in False, True:
+            options = ["--deterministic", "--micro-batch", "8", "--min-workers", "1"]
+            options += ["--checkpoint-every", "5"]
+            program = [HERE / "strict.py", "dropout", 0.05]
+            with RunningJob(program, workers=1, batch=40, epochs=1, options=options) as job:
+                if damages:
+                    job.wait_for("a checkpoint", has_checkpoint)
+                    for file in job.directory.glob("checkpoints/*/*.safetensors"):
+                        damaged = bytearray(file.read_bytes())
+                        damaged[-1] ^= 1
+                        file.write_bytes(damaged)
+                    os.kill(job.status()["workers"][0]["pid"], signal.SIGKILL)
+                self.assertEqual(job.wait(), 0, job.text())
+                summary, log = job.summary(), (job.path / "log").read_text()
+            digests.append(summary["digest"])
+        self.assertRegex(log, "damaged")
         self.assertEqual(digests[0], digests[1], log)
 
     def test_the_example_is_trained(self):
