@@ -2,8 +2,7 @@
 //! updates.
 //!
 //! One thread with blocking calls. Messages of the master arrive in an inbox and are handled
-//! between two tasks. Urgent ones (a lost member) reach a blocked collective call through the
-//! group's fence.
+//! between two tasks; urgent ones reach a blocked collective call through the group's fence.
 
 use std::mem;
 use std::sync::Arc;
@@ -594,8 +593,7 @@ pub(crate) use self::validation::Validation;
 /// a peer that has not finished its step does. The master ends the wait for peers that never come.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(600);
 
-/// How long a worker that its group goes on without keeps its state: much longer than a group takes
-/// to form, and longer than the next master takes to come.
+/// How long a worker without its group keeps its state: longer than the next master takes to come.
 const STAND_BY_MAX: Duration = Duration::from_secs(30);
 
 /// Time that a rank without records waits for some before it starts the next idle round.
