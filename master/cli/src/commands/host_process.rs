@@ -22,6 +22,9 @@ use rustix::process::{
     Pid, PidfdFlags, Signal, getpgrp, getpid, getppid, kill_process, kill_process_group,
     pidfd_open, set_parent_process_death_signal,
 };
+use serde_json::Deserializer;
+use tokio::runtime::Builder;
+use tokio::signal::unix::{SignalKind, signal};
 
 use crate::process::{Failure, cannot};
 use crate::scratch::Scratch;
@@ -35,13 +38,31 @@ pub(super) fn run(worker: &[OsString]) -> Result<u8, Failure> {
         let doing = format!("start {}", program.display());
         return Err(cannot(&doing)(become_worker(parent, program, args)));
     }
-    let mut text = Vec::new();
-    stdin().take(LAUNCH_BYTES_MAX).read_to_end(&mut text).map_err(cannot("read what to run"))?;
-    let launch: HostLaunch = serde_json::from_slice(&text).map_err(|error| {
-        Failure::usage(format!(
-            "the master of a job starts this command, of its own build: {error}"
-        ))
-    })?;
+    handle_term().map_err(cannot("handle SIGTERM"))?;
+    // Some starters (mpirun) pass on what they read, and never its end.
+    let input = Deserializer::from_reader(stdin().take(LAUNCH_BYTES_MAX));
+    let launch = match input.into_iter().next() {
+        Some(Ok(launch)) => launch,
+        read => {
+            let why = read.and_then(Result::err).map(|error| format!(": {error}"));
+            let why = why.unwrap_or_default();
+            let error = format!("the master of a job starts this command, of its own build{why}");
+            return Err(Failure::usage(error));
+        }
+    };
+    run_launch(launch)
+}
+
+/// Lets the worker leave in order where SIGTERM is sent to all processes, as by Slurm: this one
+/// ends when the worker has. The worker does not inherit it.
+fn handle_term() -> io::Result<()> {
+    let runtime = Builder::new_current_thread().enable_io().build()?;
+    let _entered = runtime.enter();
+    // The handler stays for the life of the process.
+    signal(SignalKind::terminate()).map(drop)
+}
+
+fn run_launch(launch: HostLaunch) -> Result<u8, Failure> {
     let folder = Path::new(&launch.folder);
     if !folder.is_dir() {
         return Err(Failure::failed(format!(
