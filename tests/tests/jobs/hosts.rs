@@ -229,7 +229,8 @@ fn host_process(command: &[&str], folder: OsString, temporary: &OsStr) -> Child 
     process.arg("host-process").env("TMPDIR", temporary).process_group(0);
     process.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut process = process.spawn().unwrap();
-    serde_json::to_writer(process.stdin.take().unwrap(), &launch).unwrap();
+    // Some starters never pass on that it ends.
+    serde_json::to_writer(process.stdin.as_mut().unwrap(), &launch).unwrap();
     process
 }
 
@@ -250,6 +251,24 @@ fn a_worker_ends_with_its_hosts_process_and_the_next_one_removes_the_token() {
     let next = host_process(&["sh", "-c", "test -s $TOKEN"], path.into(), path);
     assert!(next.wait_with_output().unwrap().status.success());
     assert_eq!(fs::read_dir(path).unwrap().count(), 0);
+}
+
+#[test]
+fn a_worker_that_gets_sigterm_with_its_hosts_process_leaves_in_order() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().as_os_str();
+    let leaves = "trap 'sleep 0.3; echo left; exit 7' TERM; echo up; while :; do sleep 0.1; done";
+    let mut process = host_process(&["sh", "-c", leaves], path.into(), path);
+    let mut output = BufReader::new(process.stdout.take().unwrap());
+    let mut line = || {
+        let mut line = String::new();
+        output.read_line(&mut line).unwrap();
+        line
+    };
+    assert_eq!(line(), "up\n");
+    let both = [children_of(process.id()), vec![process.id()]].concat();
+    both.into_iter().for_each(|pid| send(pid, Signal::TERM));
+    assert_eq!((line().as_str(), process.wait().unwrap().code()), ("left\n", Some(7)));
 }
 
 #[test]
